@@ -1,0 +1,54 @@
+"""What can go wrong, as exceptions that name the leaf, the finding and the cure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = [
+    "Corrupt",
+    "FrozenError",
+    "NotReady",
+    "NotResident",
+    "SnapError",
+    "StructureMismatch",
+]
+
+
+class SnapError(Exception):
+    """Base of every error that mcore_snap raises on purpose.
+
+    Attributes:
+        problems: One line per leaf at fault, each beginning with the leaf's name.
+
+    >>> SnapError("cannot load", ["a: expected 3, found 4"]).problems
+    ('a: expected 3, found 4',)
+    """
+
+    def __init__(self, message: str, problems: Iterable[str] = ()) -> None:
+        self.message = message
+        self.problems: tuple[str, ...] = tuple(problems)
+        super().__init__("\n".join([message, *(f"  - {line}" for line in self.problems)]))
+
+    def __reduce__(self) -> tuple[type[SnapError], tuple[str, tuple[str, ...]]]:
+        """Pickle by the two arguments, so that an error crosses process boundaries whole."""
+        return type(self), (self.message, self.problems)
+
+
+class StructureMismatch(SnapError, ValueError):  # noqa: N818 - the name is the contract's
+    """Two trees do not fit each other, or a leaf is of a kind that cannot be kept."""
+
+
+class FrozenError(SnapError, RuntimeError):
+    """Something wrote, or would have to write, to weights that must not change."""
+
+
+class NotResident(SnapError, RuntimeError):  # noqa: N818 - the name is the contract's
+    """The memory of a leaf is not there: freed, on the meta device, or its model is gone."""
+
+
+class NotReady(SnapError, RuntimeError):  # noqa: N818 - the name is the contract's
+    """Weights are in flight: a parameter gather is due or under way."""
+
+
+class Corrupt(SnapError, ValueError):  # noqa: N818 - the name is the contract's
+    """The bytes of a snapshot are not those that its digest was made of."""

@@ -1,0 +1,117 @@
+"""Putting a snapshot back, in place and bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from mcore_snap.checking import check_leaves
+from mcore_snap.copying import Write, check_overlaps, write
+from mcore_snap.errors import StructureMismatch
+from mcore_snap.live import live_part
+from mcore_snap.plans import Expected, check_fit, pair_paths
+from mcore_snap.registration import flatten, flatten_named
+from mcore_snap.snapshots import frozen_entries
+from mcore_snap.words import plain, spec_of, words
+
+__all__ = ["load", "planned", "write_plan"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that a load is going to do, checked.
+
+    Attributes:
+        writes: Copies into live memory.
+        hand_over: Extra state to be handed to its module, which keeps it where no copy reaches.
+    """
+
+    writes: tuple[Write, ...]
+    hand_over: tuple[Write, ...]
+
+
+def load(tree: T, snap: Any) -> T:
+    """Write a snapshot into a tree, in place, and return the tree.
+
+    No address, stride, ``requires_grad``, tie, gradient or optimizer view changes. Version counters
+    of the parameters move, so that a backward pass over a graph made before fails loudly. The
+    optimizer is not told: with bf16 weights its fp32 masters overwrite the load at the next step
+    unless ``optimizer.reload_model_params()`` is called.
+
+    Args:
+        tree: What `model_tree` gave, or any pytree of tensors.
+        snap: A snapshot of it, or what a tree_map made of snapshots.
+
+    Raises:
+        StructureMismatch: Names, dtypes or shapes differ, or a leaf is of a kind that cannot be
+            written. The message lists all of them, and nothing was written.
+        NotResident: Memory to write to or to read from is not there.
+        NotReady: A parameter gather is due or under way.
+        SnapError: A copy failed half-way; the message lists what was written.
+
+    >>> from mcore_snap import snapshot
+    >>> live = {"w": torch.ones(2)}
+    >>> kept = snapshot(live)
+    >>> _ = live["w"].zero_()
+    >>> load(live, kept)
+    {'w': tensor([1., 1.])}
+    """
+    write_plan(planned(tree, snap), tracked=True)
+    return tree
+
+
+def planned(tree: Any, snap: Any) -> Plan:
+    """Check everything and return what is to be written; touch nothing."""
+    targets, spec = flatten(tree)
+    sources, kept_spec = flatten(snap)
+    paths, names = flatten_named(spec)
+    kept_paths, kept_names = flatten_named(kept_spec)
+    pair_paths(dict(zip(paths, names, strict=True)), dict(zip(kept_paths, kept_names, strict=True)))
+    check_leaves(targets, lambda: names, "load, the tree to write to")
+    check_leaves(sources, lambda: kept_names, "load, the snapshot")
+    # A handle in an ordinary container may have been re-pointed; the bytes it was made for have not.
+    owned = [
+        source if owner is None else owner.private for source, owner in zip(sources, frozen_entries(snap), strict=True)
+    ]
+    found = dict(zip(kept_paths, owned, strict=True))
+    problems, writes, hand_over = [], [], []
+    for path, name, target in zip(paths, names, targets, strict=True):
+        source, live = found[path], live_part(target)
+        expected = Expected(name, spec_of(target), widens=live.widens, sized=live.accept is None)
+        problem = check_fit(expected, spec_of(source))
+        if problem:
+            problems.append(problem)
+        elif live.accept is None:
+            writes.append(Write(name, target, source))
+        elif not _same_bytes(target, source):
+            hand_over.append(Write(name, target, source))
+    if problems:
+        raise StructureMismatch("the snapshot does not fit; nothing was written", problems)
+    check_overlaps(writes)
+    return Plan(tuple(writes), tuple(hand_over))
+
+
+def write_plan(plan: Plan, *, tracked: bool) -> None:
+    """Do what was planned.
+
+    Args:
+        plan: What `planned` returned.
+        tracked: Whether autograd's version counters move; see `mcore_snap.copying.write`.
+    """
+    write(plan.writes, tracked=tracked)
+    for one in plan.hand_over:
+        accept = live_part(one.target).accept
+        if accept is not None:
+            accept(one.source)
+    if tracked:
+        covered = [tensor for one in plan.writes for tensor in live_part(one.target).covered]
+        torch.autograd.graph.increment_version([tensor for tensor in covered if not tensor.is_inference()])
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(words(plain(a)), words(plain(b)))

@@ -1,0 +1,82 @@
+"""Whether one tree may be loaded into another: decided by names, dtypes and shapes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+
+from mcore_snap.errors import StructureMismatch
+from mcore_snap.specs import LeafSpec
+
+__all__ = ["Expected", "check_fit", "pair_paths"]
+
+Path = tuple[Hashable, ...]
+
+EXACT_WIDENING = frozenset({("bfloat16", "float32")})
+"""The cast that Megatron-Core makes itself: routers promote ``expert_bias`` from bf16 at the first forward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """A live leaf that is to be written.
+
+    Attributes:
+        name: Its readable name.
+        spec: Its dtype and shape.
+        widens: Whether a snapshot of it may be of the narrower dtype that Megatron-Core promotes.
+        sized: Whether the shape has to agree; extra state is rewritten whole, at any length.
+    """
+
+    name: str
+    spec: LeafSpec
+    widens: bool = False
+    sized: bool = True
+
+
+def pair_paths(live: Mapping[Path, str], kept: Mapping[Path, str]) -> None:
+    """Check that two trees have leaves at the same paths.
+
+    Args:
+        live: Path to leaf name of the tree to write to.
+        kept: The same of the tree to read from.
+
+    Raises:
+        StructureMismatch: Lists every missing and every extra leaf.
+
+    >>> pair_paths({("a",): "['a']"}, {("b",): "['b']"})
+    Traceback (most recent call last):
+        ...
+    mcore_snap.errors.StructureMismatch: the snapshot is not one of this tree; nothing was written
+      - ['a']: expected in the snapshot, found nothing there; take the snapshot from this very model
+      - ['b']: expected in the model, found nothing there; load it into the model that it was taken from
+    """
+    problems = [
+        f"{name}: expected in the snapshot, found nothing there; take the snapshot from this very model"
+        for path, name in live.items()
+        if path not in kept
+    ]
+    problems += [
+        f"{name}: expected in the model, found nothing there; load it into the model that it was taken from"
+        for path, name in kept.items()
+        if path not in live
+    ]
+    if problems:
+        raise StructureMismatch("the snapshot is not one of this tree; nothing was written", problems)
+
+
+def check_fit(expected: Expected, found: LeafSpec) -> str | None:
+    """Return what is wrong with writing ``found`` into ``expected``, or ``None``.
+
+    There is no broadcast and no cast but the exact one that Megatron-Core makes itself.
+
+    >>> bias = Expected("bias", LeafSpec("float32", (4,)), widens=True)
+    >>> check_fit(bias, LeafSpec("bfloat16", (4,)))
+    >>> check_fit(bias, LeafSpec("float16", (4,)))
+    'bias: expected float32[4], found float16[4] in the snapshot; nothing is cast or broadcast'
+    """
+    spec = expected.spec
+    dtype_fits = spec.dtype == found.dtype or (expected.widens and (found.dtype, spec.dtype) in EXACT_WIDENING)
+    shape_fits = spec.shape == found.shape or not expected.sized
+    if dtype_fits and shape_fits:
+        return None
+    return f"{expected.name}: expected {spec}, found {found} in the snapshot; nothing is cast or broadcast"

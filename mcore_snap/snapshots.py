@@ -1,0 +1,145 @@
+"""Taking snapshots, and what else one does with them: writable copies and numpy arrays."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import optree
+import torch
+
+from mcore_snap.checking import check_leaves
+from mcore_snap.copying import capture
+from mcore_snap.errors import StructureMismatch
+from mcore_snap.frozen import FrozenLeaf, owner_of
+from mcore_snap.nodes import ChunkTree, ModelTree, NamedLeaves, tree_entries
+from mcore_snap.registration import flatten, flatten_named
+from mcore_snap.words import plain, words
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["as_numpy", "frozen_entries", "snapshot", "thaw"]
+
+T = TypeVar("T")
+
+
+def snapshot(tree: T) -> T:
+    """Return a frozen copy in host memory, with the same structure.
+
+    Leaves have the same names, dtypes and shapes. They are read-only tensors on the CPU: torch
+    refuses every write with a RuntimeError, and reads cost nothing extra. Of a ModelTree each read
+    hands out a fresh alias, so nothing done to a handle reaches the snapshot; of other pytrees (a
+    dict, say) the container is yours, and only the bytes are protected.
+
+    Peak host memory is the size of the leaves, in one allocation; every byte is copied once.
+
+    Args:
+        tree: What `model_tree` gave, or any pytree of tensors.
+
+    Raises:
+        StructureMismatch: A leaf is no tensor, or of a kind that cannot be kept (sparse, quantized,
+            a subclass with memory of its own).
+        NotResident: A leaf's memory is freed or on the meta device, or the model is gone.
+        NotReady: A parameter gather is due or under way.
+
+    >>> live = {"w": torch.ones(2)}
+    >>> kept = snapshot(live)
+    >>> live["w"].zero_(), kept["w"]
+    (tensor([0., 0.]), tensor([1., 1.]))
+    """
+    leaves, treespec = flatten(tree)
+    check_leaves(leaves, lambda: flatten_named(treespec)[1], "snapshot")
+    kept = capture(leaves)
+    if not _holds_model_trees(treespec):
+        return cast("T", optree.tree_unflatten(treespec, [leaf.read(owned=True) for leaf in kept]))
+    entries: Any = optree.tree_unflatten(treespec, kept)
+    # Outside our own nodes nothing reads a FrozenLeaf on access: put aliases there.
+    opened = optree.tree_map(
+        lambda x: x.read(owned=True) if isinstance(x, FrozenLeaf) else x,
+        entries,
+        is_leaf=lambda x: isinstance(x, ModelTree | ChunkTree | NamedLeaves),
+    )
+    return cast("T", opened)
+
+
+def _holds_model_trees(treespec: optree.PyTreeSpec) -> bool:
+    if treespec.type in (ModelTree, ChunkTree, NamedLeaves):
+        return True
+    return any(map(_holds_model_trees, treespec.children()))
+
+
+def frozen_entries(tree: Any) -> list[FrozenLeaf | None]:
+    """Return, per leaf in the order of flattening, the frozen leaf behind it, or ``None``."""
+    tops = optree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, ModelTree | ChunkTree | NamedLeaves))
+    found: list[Any] = []
+    for top in tops:
+        if isinstance(top, ModelTree):
+            found.extend(tree_entries(top))
+        elif isinstance(top, ChunkTree):
+            found.extend(tree_entries(ModelTree((top,))))
+        elif isinstance(top, NamedLeaves):
+            found.extend(top.entries.values())
+        else:
+            found.append(owner_of(top))
+    return [entry if isinstance(entry, FrozenLeaf) else None for entry in found]
+
+
+def thaw(snap: T) -> T:
+    """Return the same tree with writable copies for leaves, on the CPU.
+
+    Raises:
+        StructureMismatch: A leaf is of a kind that cannot be copied.
+        NotResident: A leaf's memory is not there.
+
+    >>> thaw(snapshot({"w": torch.ones(2)}))["w"].add_(1)
+    tensor([2., 2.])
+    """
+    leaves, treespec = flatten(snap)
+    check_leaves(leaves, lambda: flatten_named(treespec)[1], "thaw")
+    # One allocation per leaf here: the caller owns each and may free them one by one.
+    copies = [capture([leaf])[0].private for leaf in leaves]
+    return cast("T", optree.tree_unflatten(treespec, copies))
+
+
+def as_numpy(snap: Any) -> Any:
+    """Return the same tree with read-only numpy arrays over the snapshot's own memory.
+
+    Nothing is copied. Dtypes that numpy lacks (bfloat16, float8 and the like) come as unsigned
+    integers of the same size: their bit patterns.
+
+    Raises:
+        StructureMismatch: A leaf does not belong to a snapshot; a numpy view of live memory would
+            keep it from ever being offloaded.
+
+    >>> as_numpy(snapshot({"w": torch.ones(2)}))["w"].sum()
+    np.float32(2.0)
+    """
+    _, treespec = flatten(snap)
+    owners = frozen_entries(snap)
+    problems = [
+        f"{name}: expected a leaf of a snapshot, found another tensor; take snapshot(tree) first"
+        for name, owner in zip(flatten_named(treespec)[1], owners, strict=True)
+        if owner is None
+    ]
+    if problems:
+        raise StructureMismatch("as_numpy works on snapshots", problems)
+    arrays = [_array(owner) for owner in owners if owner is not None]
+    untyped: Any = arrays  # nodes hold any leaf, arrays included
+    return optree.tree_unflatten(treespec, untyped)
+
+
+_UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+
+
+def _array(leaf: FrozenLeaf) -> np.ndarray[Any, Any]:
+    import numpy as np  # noqa: PLC0415 - torch works without numpy, and so does the rest of this library
+
+    private = plain(leaf.private)
+    try:
+        dtype = private.flatten()[:0].numpy().dtype
+    except TypeError:
+        dtype = words(private).view(_UNSIGNED[private.itemsize]).flatten()[:0].numpy().dtype
+    # An array over a read-only buffer cannot be made writable again, unlike one whose flag is cleared.
+    flat = np.frombuffer(leaf.buffer(), dtype=dtype) if private.numel() else np.empty(0, dtype)
+    strides = [step * private.itemsize for step in private.stride()]
+    return np.lib.stride_tricks.as_strided(flat, tuple(private.shape), strides, writeable=False)

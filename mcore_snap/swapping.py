@@ -1,0 +1,76 @@
+"""Another version of the weights for the length of a block, and then the current ones again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from mcore_snap.comparison import compare
+from mcore_snap.errors import FrozenError
+from mcore_snap.loading import planned, write_plan
+from mcore_snap.snapshots import snapshot
+
+__all__ = ["swapped"]
+
+T = TypeVar("T")
+
+
+@contextmanager
+def swapped(tree: T, snap: Any, *, check: bool = False) -> Iterator[T]:
+    """Put a snapshot's weights in for the length of a ``with`` block.
+
+    The current weights are kept as a second snapshot and are back, bit for bit, on leaving, also
+    after an exception or KeyboardInterrupt. What the block changed, buffers that a forward pass
+    updates included, is gone. Blocks nest, and the same snapshot may be entered again inside itself.
+    No random numbers are drawn and no version counter moves, so the block may stand anywhere in a
+    training step, between forward and backward too.
+
+    Args:
+        tree: What `model_tree` gave, or any pytree of tensors.
+        snap: A snapshot of it.
+        check: Whether to raise if the block changed weights; a comparison of all bytes.
+
+    Yields:
+        The tree.
+
+    Raises:
+        StructureMismatch: The snapshot does not fit; the block is not entered, nothing was written.
+        NotResident: Memory to write to or to read from is not there.
+        NotReady: A parameter gather is due or under way.
+        FrozenError: With ``check``, the block changed weights; the kept ones are back by then.
+
+    >>> import torch
+    >>> live = {"w": torch.ones(2)}
+    >>> zeros = snapshot({"w": torch.zeros(2)})
+    >>> with swapped(live, zeros):
+    ...     print(live["w"])
+    tensor([0., 0.])
+    >>> live["w"]
+    tensor([1., 1.])
+    """
+    plan = planned(tree, snap)
+    kept = snapshot(tree)
+    changed: list[str] = []
+    try:
+        write_plan(plan, tracked=False)
+        yield tree
+        if check:
+            changed = _changed_weights(tree, snap)
+    finally:
+        write_plan(planned(tree, kept), tracked=False)
+    if changed:
+        message = (
+            "the block changed weights that were swapped in; the change is gone and the kept weights are back. "
+            "Train outside the block"
+        )
+        raise FrozenError(message, changed)
+
+
+def _changed_weights(tree: Any, snap: Any) -> list[str]:
+    # Buffers are left out: a forward pass may count tokens.
+    return [
+        f"{leaf.name}: expected the snapshot's bits, found {leaf.differing} element(s) changed"
+        for leaf in compare(tree, snap).differences
+        if not leaf.is_module_state
+    ]

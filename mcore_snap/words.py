@@ -1,0 +1,101 @@
+"""Tensors as plain strided memory: views that are the same bits, whatever the dtype or wrapper."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mcore_snap.coverage import Region
+from mcore_snap.specs import LeafSpec, contiguous_strides, dense_strides, span_of
+
+__all__ = ["dtype_name", "plain", "problem_with", "region_of", "spec_of", "storage_strides", "words"]
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_QUANTIZED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without its module.
+
+    >>> dtype_name(torch.bfloat16)
+    'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """Return an alias without autograd history and without a Python subclass.
+
+    The alias shares the version counter, so writes through it are seen by autograd's own checks.
+
+    >>> plain(torch.nn.Parameter(torch.ones(2)))
+    tensor([1., 1.])
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.detach()
+
+
+def words(tensor: Tensor) -> Tensor:
+    """Return the same memory, shape and strides as integers, so that copying is blind to the dtype.
+
+    Sixteen-byte elements (complex128) have no integer of their size and stay as they are: torch
+    copies them as bits.
+
+    >>> words(torch.tensor([-0.0]))
+    tensor([-2147483648], dtype=torch.int32)
+    """
+    word = _WORDS.get(tensor.itemsize)
+    return tensor if word is None or tensor.is_conj() or tensor.is_neg() else tensor.view(word)
+
+
+def spec_of(tensor: Tensor) -> LeafSpec:
+    """Return the dtype and shape of a tensor as plain data."""
+    return LeafSpec(dtype_name(tensor.dtype), tuple(tensor.shape))
+
+
+def storage_strides(tensor: Tensor) -> tuple[int, ...]:
+    """Return the strides in which a copy of the tensor is kept: its own if dense, else row-major."""
+    shape = tuple(tensor.shape)
+    found = dense_strides(shape, tuple(tensor.stride()))
+    return contiguous_strides(shape) if found is None else found
+
+
+def region_of(name: str, tensor: Tensor, *, whole: bool = False) -> Region:
+    """Return where a tensor lies, as plain data."""
+    return Region(
+        name=name,
+        # The StorageImpl, not its pointer: freed storages all have the pointer 0.
+        storage=tensor.untyped_storage()._cdata,
+        start=int(tensor.storage_offset()) * tensor.itemsize,
+        dtype=dtype_name(tensor.dtype),
+        itemsize=tensor.itemsize,
+        shape=tuple(tensor.shape),
+        stride=tuple(tensor.stride()),
+        whole=whole,
+    )
+
+
+def problem_with(tensor: object) -> tuple[str, str] | None:
+    """Return what keeps this object from being a leaf: ``(kind, sentence)``, or ``None``.
+
+    The kind is ``"unsupported"`` or ``"absent"``. A read of freed memory crashes the process, so the
+    size of the storage is looked at before anything else touches it.
+
+    >>> problem_with(3)[0], problem_with(torch.empty(1, device="meta"))[0]
+    ('unsupported', 'absent')
+    """
+    if not isinstance(tensor, Tensor):
+        return "unsupported", f"expected a tensor, found {type(tensor).__name__}; keep other values elsewhere"
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return "unsupported", f"expected plain memory, found the tensor subclass {type(tensor).__name__}"
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return "unsupported", f"expected a strided tensor, found layout {tensor.layout}; make it dense first"
+    if tensor.is_quantized or tensor.dtype in _QUANTIZED:
+        return "unsupported", f"expected plain memory, found the quantized dtype {tensor.dtype}"
+    if tensor.is_meta:
+        return "absent", "expected memory, found a meta tensor; materialise the model first"
+    need = (tensor.storage_offset() + span_of(tuple(tensor.shape), tuple(tensor.stride()))) * tensor.itemsize
+    have = tensor.untyped_storage().nbytes()
+    if tensor.numel() and have < need:
+        return "absent", f"expected {need} bytes of storage, found {have}; bring the offloaded memory back first"
+    return None
