@@ -17,8 +17,9 @@ from mcore_snap.words import plain, spec_of, words
 
 __all__ = ["fingerprint", "verify"]
 
-_PIECE = 1 << 20
-"""Bytes hashed at a time: small enough to stay in the cache between copy and hash."""
+_PIECE = 1 << 15
+"""Elements hashed at a time: they stay in the cache between copy and hash, and torch copies up to
+this many in the calling thread, so that no piece waits for a pool of threads."""
 
 
 def fingerprint(tree: Any) -> str:
@@ -96,10 +97,9 @@ def _pieces(tensor: Tensor) -> Iterator[memoryview]:
     # Through a small buffer: a numpy view of live memory would make its storage unresizable for
     # good, a frozen one refuses it, and an accelerator has none.
     flat = words(plain(tensor).resolve_conj().resolve_neg()).reshape(-1)
-    size = max(1, _PIECE // tensor.itemsize)
-    buffer = torch.empty(min(size, flat.numel()), dtype=flat.dtype)
-    for start in range(0, flat.numel(), size):
-        piece = flat[start : start + size]
+    buffer = torch.empty(min(_PIECE, flat.numel()), dtype=flat.dtype)
+    for start in range(0, flat.numel(), _PIECE):
+        piece = flat[start : start + _PIECE]
         target = buffer[: piece.numel()]
         target.copy_(piece)
         yield target.view(torch.uint8).numpy().data

@@ -1,0 +1,106 @@
+"""Shapes and strides: the arithmetic against plain enumeration."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcore_snap.specs import (
+    ALIGNMENT,
+    LeafSpec,
+    aligned_offsets,
+    contiguous_strides,
+    count_elements,
+    dense_strides,
+    element_offsets,
+    overlaps_itself,
+    span_of,
+)
+
+shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
+
+
+@st.composite
+def layouts(draw):
+    """A shape, and any strides for it."""
+    shape = draw(shapes)
+    return shape, tuple(draw(st.integers(0, 13)) for _ in shape)
+
+
+@st.composite
+def permuted(draw):
+    """A shape, and the strides of a row-major tensor with its dimensions permuted."""
+    shape = draw(shapes)
+    order = draw(st.permutations(range(len(shape))))
+    steps = contiguous_strides(tuple(shape[dim] for dim in order))
+    stride = [0] * len(shape)
+    for dim, step in zip(order, steps, strict=True):
+        stride[dim] = step
+    return shape, tuple(stride)
+
+
+@given(layouts())
+def test_the_span_ends_at_the_last_element(layout):
+    """The span is one more than the largest offset, or nothing."""
+    assert span_of(*layout) == max(element_offsets(*layout), default=-1) + 1
+
+
+@given(layouts())
+def test_there_is_one_offset_per_element(layout):
+    """Row-major enumeration visits each index once."""
+    assert len(list(element_offsets(*layout))) == count_elements(layout[0])
+
+
+@given(layouts())
+def test_dense_means_without_gaps_or_overlap(layout):
+    """Dense strides are given exactly where the offsets are all of 0 to n-1; they address the same elements."""
+    offsets = list(element_offsets(*layout))
+    found = dense_strides(*layout)
+    assert (found is not None) == (sorted(offsets) == list(range(len(offsets))))
+    if found is not None:
+        assert list(element_offsets(layout[0], found)) == offsets
+
+
+@given(permuted())
+def test_permuted_tensors_are_dense(layout):
+    """Permuting the dimensions of a row-major tensor leaves no gap."""
+    shape, stride = layout
+    found = dense_strides(shape, stride)
+    assert found is not None
+    assert len(found) == len(shape)
+
+
+@given(shapes)
+def test_row_major_strides_enumerate_in_order(shape):
+    """The elements of a row-major tensor lie in the order of their indices."""
+    assert list(element_offsets(shape, contiguous_strides(shape))) == list(range(count_elements(shape)))
+
+
+@given(layouts())
+def test_no_overlap_goes_unseen(layout):
+    """Whatever addresses an element twice is told to overlap itself."""
+    offsets = list(element_offsets(*layout))
+    if len(set(offsets)) < len(offsets):
+        assert overlaps_itself(*layout)
+
+
+@given(permuted(), st.integers(1, 3))
+def test_steps_over_gaps_do_not_overlap(layout, factor):
+    """Strides that step over all that the smaller ones reach are not told to overlap."""
+    shape, stride = layout
+    assert not overlaps_itself(shape, tuple(step * factor for step in stride))
+
+
+@given(st.lists(st.integers(0, 300), max_size=8))
+def test_leaves_in_a_slab_are_aligned_apart_and_tight(sizes):
+    """Each leaf begins at the first aligned byte behind the one before it."""
+    offsets, total = aligned_offsets(sizes)
+    end = 0
+    for start, size in zip(offsets, sizes, strict=True):
+        assert start % ALIGNMENT == 0
+        assert 0 <= start - end < ALIGNMENT
+        end = start + size
+    assert total == end
+
+
+def test_a_spec_reads_as_dtype_and_shape():
+    """Errors show specs in this form."""
+    assert str(LeafSpec("float8_e4m3fn", ())) == "float8_e4m3fn[]"
