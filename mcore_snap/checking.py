@@ -1,4 +1,4 @@
-"""Which leaves of a tree can be read: every problem at once, by name, before anything is touched."""
+"""Which leaves of a tree can be read or written: every problem at once, by name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections.abc import Callable, Sequence
 from mcore_snap.errors import NotResident, StructureMismatch
 from mcore_snap.words import problem_with
 
-__all__ = ["check_leaves"]
+__all__ = ["check_leaves", "refuse"]
+
+Problem = tuple[str, str]
+"""A kind, ``"absent"`` for memory that is not there or another, and a sentence about one leaf."""
 
 
 def check_leaves(leaves: Sequence[object], names: Callable[[], Sequence[str]], what: str) -> None:
@@ -25,13 +28,23 @@ def check_leaves(leaves: Sequence[object], names: Callable[[], Sequence[str]], w
     >>> check_leaves([3], lambda: ["['step']"], "snapshot")
     Traceback (most recent call last):
         ...
-    mcore_snap.errors.StructureMismatch: snapshot: some leaves cannot be used; nothing was written
+    mcore_snap.errors.StructureMismatch: snapshot: some leaves cannot be used
       - ['step']: expected a tensor, found int; keep other values elsewhere
     """
     found = [(index, problem) for index, leaf in enumerate(leaves) if (problem := problem_with(leaf))]
-    if not found:
-        return
-    called = names()
-    lines = [f"{called[index]}: {sentence}" for index, (_, sentence) in found]
-    error = NotResident if all(kind == "absent" for _, (kind, _) in found) else StructureMismatch
-    raise error(f"{what}: some leaves cannot be used; nothing was written", lines)
+    if found:
+        called = names()
+        problems = [(kind, f"{called[index]}: {sentence}") for index, (kind, sentence) in found]
+        refuse(f"{what}: some leaves cannot be used", problems)
+
+
+def refuse(message: str, problems: Sequence[Problem]) -> None:
+    """Raise one error that lists all problems; nothing if there are none.
+
+    Raises:
+        NotResident: All that is wrong is that memory is not there.
+        StructureMismatch: Anything else is wrong.
+    """
+    if problems:
+        error = NotResident if all(kind == "absent" for kind, _ in problems) else StructureMismatch
+        raise error(message, [line for _, line in problems])

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_snap.checking import check_leaves
+from mcore_snap.checking import check_leaves, refuse
 from mcore_snap.errors import StructureMismatch
 from mcore_snap.plans import pair_paths
 from mcore_snap.registration import flatten, flatten_named
 from mcore_snap.words import plain, spec_of, words
 
-__all__ = ["Comparison", "LeafDifference", "bitwise_equal", "compare"]
+__all__ = ["Comparison", "LeafDifference", "bitwise_equal", "compare", "difference"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,6 @@ class LeafDifference:
         differing: In how many of them any bit differs.
         largest: The largest absolute difference; ``None`` where the dtype is not a float, NaN where
             every differing element involves a NaN.
-        is_module_state: Whether it is a registered buffer or extra state, not a weight.
     """
 
     name: str
@@ -37,7 +36,6 @@ class LeafDifference:
     elements: int
     differing: int
     largest: float | None
-    is_module_state: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,22 +94,18 @@ def compare(a: Any, b: Any) -> Comparison:
     second, second_spec = flatten(b)
     paths, names = flatten_named(first_spec)
     other_paths, other_names = flatten_named(second_spec)
-    pair_paths(dict(zip(paths, names, strict=True)), dict(zip(other_paths, other_names, strict=True)))
+    unpaired = pair_paths(dict(zip(paths, names, strict=True)), dict(zip(other_paths, other_names, strict=True)))
     check_leaves(first, lambda: names, "compare, the first tree")
     check_leaves(second, lambda: other_names, "compare, the second tree")
     partner = dict(zip(other_paths, second, strict=True))
-    problems = [
+    problems = unpaired + [
         f"{name}: expected {spec_of(leaf)}, found {spec_of(partner[path])}; compare trees of one model"
         for path, name, leaf in zip(paths, names, first, strict=True)
-        if spec_of(leaf) != spec_of(partner[path])
+        if path in partner and spec_of(leaf) != spec_of(partner[path])
     ]
-    if problems:
-        raise StructureMismatch("the trees cannot be compared", problems)
-    found = []
-    for path, name, leaf in zip(paths, names, first, strict=True):
-        one = _difference(name, plain(leaf), plain(partner[path]).to(leaf.device))
-        if one is not None:
-            found.append(one)
+    refuse("the trees cannot be compared", [("structure", line) for line in problems])
+    pairs = ((name, leaf, partner[path]) for path, name, leaf in zip(paths, names, first, strict=True))
+    found = [one for name, leaf, other in pairs if (one := difference(name, leaf, other))]
     return Comparison(tuple(found), len(names))
 
 
@@ -130,15 +124,19 @@ def bitwise_equal(a: Any, b: Any) -> bool:
         return False
 
 
-def _difference(name: str, a: Tensor, b: Tensor) -> LeafDifference | None:
+def difference(name: str, leaf: Tensor, other: Tensor) -> LeafDifference | None:
+    """Return how two tensors of one dtype and shape differ, or ``None``.
+
+    >>> difference("w", torch.tensor([1, 2]), torch.tensor([1, 2]))
+    """
+    a, b = plain(leaf), plain(other).to(leaf.device)
     differs = _bits(a) != _bits(b)
     if a.is_complex():
         differs = differs.any(-1)
     count = int(differs.sum())
     if not count:
         return None
-    state = ".module_buffers[" in name or ".extra_state[" in name
-    return LeafDifference(name, spec_of(a).dtype, a.numel(), count, _largest(a[differs], b[differs]), state)
+    return LeafDifference(name, spec_of(a).dtype, a.numel(), count, _largest(a, b, differs))
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -148,12 +146,12 @@ def _bits(tensor: Tensor) -> Tensor:
     return words(tensor.resolve_neg())
 
 
-def _largest(a: Tensor, b: Tensor) -> float | None:
+def _largest(a: Tensor, b: Tensor, differs: Tensor) -> float | None:
     if not (a.is_floating_point() or a.is_complex()):
         return None
     wide = torch.complex128 if a.is_complex() else torch.float64
     try:
-        distance = (a.to(wide) - b.to(wide)).abs()
+        distance = (a.to(wide) - b.to(wide)).abs()[differs]
     except (RuntimeError, NotImplementedError):
         return None  # a packed dtype such as float4: its elements have no single value
     known = distance[~distance.isnan()]

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcore_snap.errors import SnapError, StructureMismatch
+from mcore_snap.errors import SnapError
 from mcore_snap.frozen import FrozenLeaf
 from mcore_snap.specs import aligned_offsets, overlaps_itself, span_of
 from mcore_snap.words import plain, storage_strides, words
 
-__all__ = ["Write", "capture", "check_overlaps", "write"]
+__all__ = ["Write", "capture", "overlap_problems", "write"]
 
 
 def capture(leaves: Sequence[Tensor]) -> list[FrozenLeaf]:
@@ -44,20 +44,14 @@ class Write:
     source: Tensor
 
 
-def check_overlaps(writes: Sequence[Write]) -> None:
-    """Check that sources for targets which overlap themselves hold one value per element of memory.
-
-    Raises:
-        StructureMismatch: Two values would go to one place, as after an average by index.
-    """
-    problems = [
+def overlap_problems(writes: Sequence[Write]) -> list[str]:
+    """Return which sources hold two values for one place of a target that overlaps itself, as after an average."""
+    return [
         f"{one.name}: expected equal values where the live tensor repeats its memory (strides "
         f"{list(one.target.stride())}), found different ones; expand the snapshot's leaf likewise"
         for one in writes
         if _overlapping(one.target) and not _consistent(one.target, one.source)
     ]
-    if problems:
-        raise StructureMismatch("some leaves cannot be written; nothing was written", problems)
 
 
 def write(writes: Sequence[Write], *, tracked: bool) -> None:

@@ -20,12 +20,13 @@ class Live:
     Attributes:
         covered: Tensors of the model that lie in the leaf but count their versions apart from it.
         accept: For extra state, which has no memory of its own: takes the bytes to the module.
-        widens: Whether Megatron-Core itself promotes the dtype of this leaf.
+        registered: Whether it is a registered buffer: a forward pass may change it, and
+            Megatron-Core may promote its dtype.
     """
 
     covered: tuple[Tensor, ...] = ()
     accept: Callable[[Tensor], None] | None = None
-    widens: bool = False
+    registered: bool = False
 
 
 _NONE: Final = Live()

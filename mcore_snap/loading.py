@@ -8,14 +8,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mcore_snap.checking import check_leaves
-from mcore_snap.copying import Write, check_overlaps, write
-from mcore_snap.errors import StructureMismatch
+from mcore_snap.checking import refuse
+from mcore_snap.copying import Write, overlap_problems, write
 from mcore_snap.live import live_part
 from mcore_snap.plans import Expected, check_fit, pair_paths
 from mcore_snap.registration import flatten, flatten_named
 from mcore_snap.snapshots import frozen_entries
-from mcore_snap.words import plain, spec_of, words
+from mcore_snap.words import plain, problem_with, spec_of, words
 
 __all__ = ["load", "planned", "write_plan"]
 
@@ -66,33 +65,47 @@ def load(tree: T, snap: Any) -> T:
 
 
 def planned(tree: Any, snap: Any) -> Plan:
-    """Check everything and return what is to be written; touch nothing."""
+    """Check everything and return what is to be written; touch nothing.
+
+    Raises:
+        StructureMismatch: As `load`; it lists every problem of every kind.
+        NotResident: As `load`, where all that is wrong is that memory is not there.
+    """
     targets, spec = flatten(tree)
     sources, kept_spec = flatten(snap)
     paths, names = flatten_named(spec)
     kept_paths, kept_names = flatten_named(kept_spec)
-    pair_paths(dict(zip(paths, names, strict=True)), dict(zip(kept_paths, kept_names, strict=True)))
-    check_leaves(targets, lambda: names, "load, the tree to write to")
-    check_leaves(sources, lambda: kept_names, "load, the snapshot")
     # A handle in an ordinary container may have been re-pointed; the bytes it was made for have not.
-    owned = [
+    owned: list[Any] = [
         source if owner is None else owner.private for source, owner in zip(sources, frozen_entries(snap), strict=True)
     ]
     found = dict(zip(kept_paths, owned, strict=True))
-    problems, writes, hand_over = [], [], []
+    unpaired = pair_paths(dict(zip(paths, names, strict=True)), dict(zip(kept_paths, kept_names, strict=True)))
+    problems = [("structure", line) for line in unpaired]
+    writes, hand_over = [], []
     for path, name, target in zip(paths, names, targets, strict=True):
-        source, live = found[path], live_part(target)
-        expected = Expected(name, spec_of(target), widens=live.widens, sized=live.accept is None)
-        problem = check_fit(expected, spec_of(source))
-        if problem:
-            problems.append(problem)
+        if path not in found:
+            continue
+        source = found[path]
+        unsound = [
+            (problem[0], f"{name}: {where}: {problem[1]}")
+            for where, one in (("in the tree to write to", target), ("in the snapshot", source))
+            if (problem := problem_with(one))
+        ]
+        problems += unsound
+        if unsound:
+            continue
+        live = live_part(target)
+        expected = Expected(name, spec_of(target), widens=live.registered, sized=live.accept is None)
+        misfit = check_fit(expected, spec_of(source))
+        if misfit:
+            problems.append(("structure", misfit))
         elif live.accept is None:
             writes.append(Write(name, target, source))
         elif not _same_bytes(target, source):
             hand_over.append(Write(name, target, source))
-    if problems:
-        raise StructureMismatch("the snapshot does not fit; nothing was written", problems)
-    check_overlaps(writes)
+    problems += [("structure", line) for line in overlap_problems(writes)]
+    refuse("the snapshot does not fit; nothing was written", problems)
     return Plan(tuple(writes), tuple(hand_over))
 
 

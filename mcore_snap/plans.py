@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
-from mcore_snap.errors import StructureMismatch
 from mcore_snap.specs import LeafSpec
 
 __all__ = ["Expected", "check_fit", "pair_paths"]
@@ -33,35 +32,29 @@ class Expected:
     sized: bool = True
 
 
-def pair_paths(live: Mapping[Path, str], kept: Mapping[Path, str]) -> None:
-    """Check that two trees have leaves at the same paths.
+def pair_paths(live: Mapping[Path, str], kept: Mapping[Path, str]) -> list[str]:
+    """Return what keeps two trees from having their leaves at the same paths, a line per leaf.
 
     Args:
         live: Path to leaf name of the tree to write to.
         kept: The same of the tree to read from.
 
-    Raises:
-        StructureMismatch: Lists every missing and every extra leaf.
-
-    >>> pair_paths({("a",): "['a']"}, {("b",): "['b']"})
-    Traceback (most recent call last):
-        ...
-    mcore_snap.errors.StructureMismatch: the snapshot is not one of this tree; nothing was written
-      - ['a']: expected in the snapshot, found nothing there; take the snapshot from this very model
-      - ['b']: expected in the model, found nothing there; load it into the model that it was taken from
+    >>> for line in pair_paths({("a",): "['a']"}, {("b",): "['b']"}):
+    ...     print(line)
+    ['a']: expected in the snapshot, found nothing there; take the snapshot from this very model
+    ['b']: expected in the model, found nothing there; load it into the model that it was taken from
     """
-    problems = [
+    missing = [
         f"{name}: expected in the snapshot, found nothing there; take the snapshot from this very model"
         for path, name in live.items()
         if path not in kept
     ]
-    problems += [
+    extra = [
         f"{name}: expected in the model, found nothing there; load it into the model that it was taken from"
         for path, name in kept.items()
         if path not in live
     ]
-    if problems:
-        raise StructureMismatch("the snapshot is not one of this tree; nothing was written", problems)
+    return missing + extra
 
 
 def check_fit(expected: Expected, found: LeafSpec) -> str | None:

@@ -97,8 +97,7 @@ def _handle(one: _Found) -> Tensor:
     problem = problem_with(one.tensor)
     if problem is not None and problem[0] == "unsupported":
         return one.tensor
-    # Routers promote their bias from bf16 to fp32 at the first forward pass.
-    live = Live(covered=tuple(one.covered), widens=one.field == "module_buffers")
+    live = Live(covered=tuple(one.covered), registered=one.field == "module_buffers")
     return mark_live(plain(one.tensor), live)
 
 

@@ -58,8 +58,8 @@ def model_tree(models: nn.Module | Sequence[nn.Module]) -> ModelTree:
     >>> model_tree(model)
     ModelTree(live, 1 chunk(s), 2 leaves, 12 bytes, float32)
     """
-    one = isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList)
-    chunks: list[object] = [models] if one else list(cast("Sequence[nn.Module]", models))
+    several = isinstance(models, Sequence | nn.ModuleList) and not isinstance(models, str)
+    chunks: list[object] = list(cast("Sequence[nn.Module]", models)) if several else [models]
     strangers = [type(chunk).__name__ for chunk in chunks if not isinstance(chunk, nn.Module)]
     if strangers:
         message = f"expected a model chunk or a sequence of them, found {', '.join(strangers)}"

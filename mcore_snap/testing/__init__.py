@@ -26,7 +26,7 @@ _HOME: Final = {
 }
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - a module attribute has whatever type it has
+def __getattr__(name: str) -> Any:
     """Import the module that defines `name`, and say which extra is missing where it cannot be."""
     if name not in _HOME:
         msg = f"module {__name__!r} has no attribute {name!r}"

@@ -10,7 +10,7 @@ import torch
 from mcore_snap.testing.raw_bytes import to_bytes
 
 
-def assert_bitwise_equal(a: Any, b: Any) -> None:  # noqa: ANN401 - a pytree has no type
+def assert_bitwise_equal(a: Any, b: Any) -> None:
     """Assert that two pytrees have the same leaves, bit for bit, and name every leaf that differs.
 
     NaN equals itself and -0.0 is not 0.0. Strides and addresses do not count, dtypes and shapes do.
@@ -30,14 +30,14 @@ def assert_bitwise_equal(a: Any, b: Any) -> None:  # noqa: ANN401 - a pytree has
         raise AssertionError(msg)
 
 
-def leaves_by_name(tree: Any) -> dict[str, Any]:  # noqa: ANN401 - a pytree has no type
+def leaves_by_name(tree: Any) -> dict[str, Any]:
     """Return the leaves of a pytree under names such as `['layers'][0]`; a bare tensor has the name `(root)`."""
     accessors, leaves, _ = optree.tree_flatten_with_accessor(tree)
     names = [accessor.codify("") or "(root)" for accessor in accessors]
     return dict(zip(names, leaves, strict=True))
 
 
-def _difference(a: Any, b: Any) -> str:  # noqa: ANN401 - leaves may be anything
+def _difference(a: Any, b: Any) -> str:
     """Say how two leaves differ, or return an empty string."""
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return "" if a is b or bool(a == b) else f"{a!r} is not {b!r}"

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 Backing: TypeAlias = Literal["flat", "none", "shared"]
-"""What `param_data` is: memory of the parameters, None, or memory lent by the gradients that holds no parameter."""
+"""What `param_data` is: the memory of the parameters, None, or memory of the gradients, lent."""
 
 
 class FlatBuffer:
     """Holds the parameters of one dtype in one tensor, as Megatron-Core's `_ParamAndGradBuffer` does.
 
-    With the backing `flat` each parameter is re-pointed to a view of `param_data`, `gap` elements behind the one before.
+    With the backing `flat` each parameter is re-pointed to a view of `param_data`, `gap` elements behind the last.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], backing: Backing, gap: int) -> None:
@@ -110,7 +110,7 @@ class Layer(nn.Module):
         self.fc = nn.Linear(width, width, dtype=dtype)
         self.out = nn.Linear(width, width, bias=False, dtype=dtype)
         self.base = nn.Linear(width, width, bias=False, dtype=dtype).requires_grad_(requires_grad=False)
-        self.out.weight.allreduce = False  # type: ignore[assignment]
+        vars(self.out.weight)["allreduce"] = False
         self.scale: torch.Tensor
         self.register_buffer("scale", torch.linspace(0.5, 1.5, width).to(dtype))
         self.register_buffer("count", torch.tensor(0), persistent=False)

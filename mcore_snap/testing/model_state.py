@@ -76,7 +76,7 @@ def model_places(models: nn.Module | Sequence[nn.Module]) -> dict[str, Place]:
             id(t),
             t.data_ptr(),
             t.stride(),
-            t.storage_offset(),
+            int(t.storage_offset()),
             t.requires_grad,
             t.untyped_storage().data_ptr(),
             None if t.grad is None else to_bytes(t.grad),

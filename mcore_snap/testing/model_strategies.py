@@ -28,8 +28,10 @@ _TRAINABLE: Final = tuple(dtype for dtype in DTYPES if dtype.is_complex or dtype
 _TIES: Final[tuple[Callable[[nn.Parameter], nn.Parameter], ...]] = (
     lambda p: p,  # one parameter under two names, as tied embeddings are
     lambda p: nn.Parameter(p.detach(), requires_grad=p.requires_grad),  # two parameters, one memory
+)
+_PARTS: Final[tuple[Callable[[nn.Parameter], nn.Parameter], ...]] = (
     lambda p: nn.Parameter(p.detach().unsqueeze(0), requires_grad=False),
-    lambda p: nn.Parameter(p.detach()[:1] if p.dim() else p.detach(), requires_grad=False),  # a part of it
+    lambda p: nn.Parameter(p.detach()[:1] if p.dim() else p.detach(), requires_grad=False),
 )
 
 
@@ -43,6 +45,12 @@ def _parameters(trainable: bool | None) -> SearchStrategy[nn.Parameter]:  # noqa
     return flags.flatmap(build)
 
 
+def ties(param: nn.Parameter) -> SearchStrategy[nn.Parameter]:
+    """Draw a parameter over memory of another: the same, or a part where the memory of the other has no gaps."""
+    span = 1 + sum((size - 1) * step for size, step in zip(param.shape, param.stride(), strict=True))
+    return st.sampled_from(_TIES + _PARTS if span == param.numel() else _TIES).map(lambda tie: tie(param))
+
+
 @st.composite
 def modules(draw: DrawFn, *, trainable: bool | None = None, max_parameters: int = 4) -> nn.Module:
     """Draw a module: parameters frozen, tied, aliased or missing, buffers persistent or not, extra state."""
@@ -52,7 +60,7 @@ def modules(draw: DrawFn, *, trainable: bool | None = None, max_parameters: int 
     made: list[nn.Parameter] = []
     for i in range(draw(st.integers(1, max_parameters))):
         if made and draw(st.integers(0, 3)) == 0:
-            param = draw(st.sampled_from(_TIES))(draw(st.sampled_from(made)))
+            param = draw(st.sampled_from(made).flatmap(ties))
         else:
             param = draw(_parameters(trainable))
             made.append(param)
@@ -79,11 +87,10 @@ def chunks(draw: DrawFn, *, ddp: bool | None = None, backing: Backing | None = N
     module = draw(modules())
     if not (draw(st.booleans()) if ddp is None else ddp):
         return module
-    if backing is None:
-        backing = draw(st.sampled_from(get_args(Backing)))
-    wrapped = DDPLike(module, backing, gap=draw(st.integers(0, 3)))
+    drawn: Backing = draw(st.sampled_from(get_args(Backing))) if backing is None else backing
+    wrapped = DDPLike(module, drawn, gap=draw(st.integers(0, 3)))
     if draw(st.booleans()):  # frozen after it was wrapped: it stays inside the flat buffer
-        next(wrapped.module.parameters()).requires_grad_(requires_grad=False)
+        next(wrapped.module.parameters()).requires_grad = False
     return wrapped
 
 
@@ -98,7 +105,7 @@ def models(draw: DrawFn, *, ddp: bool | None = None, backing: Backing | None = N
 
 def model_trees(strategy: SearchStrategy[Models] | None = None) -> SearchStrategy[tuple[Models, mcore_snap.ModelTree]]:
     """Draw a model and its tree, as a pair: the tree alone would not keep the model alive."""
-    from mcore_snap import model_tree  # noqa: PLC0415 - strategies for models need no library until they make a tree
+    from mcore_snap import model_tree
 
     return (models() if strategy is None else strategy).map(lambda model: (model, model_tree(model)))
 
@@ -116,6 +123,6 @@ def trainable_models(draw: DrawFn, dtype: torch.dtype | None = None) -> Models:
             pool = draw(st.lists(elements(torch.int8), min_size=1, max_size=4))
             values = from_elements(pool, torch.int8, weight.shape).to(torch.float32) / 64
             weight.data.copy_(values)  # finite, so that training changes them
-        backing = draw(st.sampled_from([None, *get_args(Backing)]))
+        backing: Backing | None = draw(st.sampled_from([None, *get_args(Backing)]))
         made.append(layer if backing is None else DDPLike(layer, backing))
     return made[0] if len(made) == 1 and draw(st.booleans()) else made

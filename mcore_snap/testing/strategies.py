@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import collections
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 import optree
 import torch
@@ -118,7 +118,8 @@ def shifted(tensor: torch.Tensor, offset: int) -> torch.Tensor:
 
 def empty_like_bytes(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Return zero bytes of the dtype of `tensor`: not every dtype can be filled with a number."""
-    return torch.zeros(torch.Size(shape).numel() * tensor.dtype.itemsize, dtype=torch.uint8).view(tensor.dtype).view(*shape)
+    raw = torch.zeros(torch.Size(shape).numel() * tensor.dtype.itemsize, dtype=torch.uint8)
+    return raw.view(tensor.dtype).view(*shape)
 
 
 def _filled(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
@@ -161,17 +162,16 @@ def trees(
     min_leaves: int = 0,
     max_leaves: int = 6,
     ties: bool | None = None,
-) -> Any:  # noqa: ANN401 - a pytree has no type
+) -> Any:
     """Draw a pytree of tensors; with `ties`, some leaves are other names for the memory of earlier ones."""
     strategy = tensors() if leaves is None else leaves
-    shape = draw(st.recursive(strategy, _containers, max_leaves=max_leaves))
+    shape: Any = draw(st.recursive(strategy, _containers, max_leaves=max_leaves))
     drawn, spec = optree.tree_flatten(shape)
-    if len(drawn) < min_leaves:
-        extra = draw(st.lists(strategy, min_size=min_leaves - len(drawn), max_size=min_leaves - len(drawn)))
-        drawn, spec = optree.tree_flatten([shape, *extra])
-    tensors_ = cast("list[torch.Tensor]", drawn)
+    if (missing := min_leaves - len(drawn)) > 0:
+        shape = [shape, *draw(st.lists(strategy, min_size=missing, max_size=missing))]
+        drawn, spec = optree.tree_flatten(shape)
     if ties or (ties is None and draw(st.booleans())):
-        for i in range(1, len(tensors_)):
+        for i in range(1, len(drawn)):
             if draw(st.integers(0, 2)) == 0:
-                tensors_[i] = draw(views(tensors_[draw(st.integers(0, i - 1))]))
-    return optree.tree_unflatten(spec, tensors_)
+                drawn[i] = draw(views(drawn[draw(st.integers(0, i - 1))]))
+    return optree.tree_unflatten(spec, drawn)

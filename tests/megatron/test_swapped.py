@@ -79,6 +79,9 @@ def start_with(rank: int, options: Any, look_back: bool) -> tuple[list[float], d
     adam = optimizer(chunks)
     tree = model_tree(chunks)
     kept = snapshot(tree)
+    for name, buffer in chunks[0].named_buffers():
+        if name.endswith("expert_bias"):
+            buffer.copy_(torch.linspace(-1, 1, len(buffer)))
     if look_back:
         with swapped(tree, kept):
             logits(chunks, batch(9))
