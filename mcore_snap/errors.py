@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 __all__ = [
     "Corrupt",
@@ -19,6 +20,8 @@ class SnapError(Exception):
 
     Attributes:
         problems: One line per leaf at fault, each beginning with the leaf's name.
+        kept: Where `swapped` could not put the kept weights back: their snapshot, for `load` once the
+            cause is mended; else ``None``.
 
     >>> SnapError("cannot load", ["a: expected 3, found 4"]).problems
     ('a: expected 3, found 4',)
@@ -27,6 +30,7 @@ class SnapError(Exception):
     def __init__(self, message: str, problems: Iterable[str] = ()) -> None:
         self.message = message
         self.problems: tuple[str, ...] = tuple(problems)
+        self.kept: Any = None
         super().__init__("\n".join([message, *(f"  - {line}" for line in self.problems)]))
 
     def __reduce__(self) -> tuple[type[SnapError], tuple[str, tuple[str, ...]]]:

@@ -20,12 +20,14 @@ class Live:
     Attributes:
         covered: Tensors of the model that lie in the leaf but count their versions apart from it.
         accept: For extra state, which has no memory of its own: takes the bytes to the module.
+        settable: Whether the module can take extra state at all.
         registered: Whether it is a registered buffer: a forward pass may change it, and
             Megatron-Core may promote its dtype.
     """
 
     covered: tuple[Tensor, ...] = ()
     accept: Callable[[Tensor], None] | None = None
+    settable: bool = True
     registered: bool = False
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mcore_snap.checking import refuse
 from mcore_snap.copying import Write, overlap_problems, write
+from mcore_snap.errors import SnapError
 from mcore_snap.live import live_part
 from mcore_snap.plans import Expected, check_fit, pair_paths
 from mcore_snap.registration import flatten, flatten_named
@@ -102,7 +103,11 @@ def planned(tree: Any, snap: Any) -> Plan:
             problems.append(("structure", misfit))
         elif live.accept is None:
             writes.append(Write(name, target, source))
-        elif not _same_bytes(target, source):
+        elif _same_bytes(target, source):
+            continue
+        elif not live.settable:
+            problems.append(("structure", f"{name}: expected a module that defines set_extra_state, found one without"))
+        else:
             hand_over.append(Write(name, target, source))
     problems += [("structure", line) for line in overlap_problems(writes)]
     refuse("the snapshot does not fit; nothing was written", problems)
@@ -117,10 +122,16 @@ def write_plan(plan: Plan, *, tracked: bool) -> None:
         tracked: Whether autograd's version counters move; see `mcore_snap.copying.write`.
     """
     write(plan.writes, tracked=tracked)
+    done = [one.name for one in plan.writes]
     for one in plan.hand_over:
         accept = live_part(one.target).accept
-        if accept is not None:
-            accept(one.source)
+        try:
+            if accept is not None:
+                accept(one.source)
+        except Exception as error:
+            message = f"the module of {one.name} refused its extra state ({error}); written by then:"
+            raise SnapError(message, done) from error
+        done.append(one.name)
     if tracked:
         covered = [tensor for one in plan.writes for tensor in live_part(one.target).covered]
         torch.autograd.graph.increment_version([tensor for tensor in covered if not tensor.is_inference()])

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from mcore_snap.comparison import difference
-from mcore_snap.errors import FrozenError
+from mcore_snap.errors import FrozenError, SnapError
 from mcore_snap.live import live_part
 from mcore_snap.loading import planned, write_plan
 from mcore_snap.snapshots import snapshot
@@ -40,6 +40,9 @@ def swapped(tree: T, snap: Any, *, check: bool = False) -> Iterator[T]:
         NotResident: Memory to write to or to read from is not there.
         NotReady: A parameter gather is due or under way.
         FrozenError: With ``check``, the block changed weights; the kept ones are back by then.
+        SnapError: On leaving, of any kind above: the block left the model so that it cannot be
+            written (memory freed, a gather due). The error's ``kept`` is the snapshot of the weights
+            to put back with `load`.
 
     >>> import torch
     >>> live = {"w": torch.ones(2)}
@@ -59,13 +62,27 @@ def swapped(tree: T, snap: Any, *, check: bool = False) -> Iterator[T]:
         if check:
             changed = _changed_weights(tree, snap)
     finally:
-        write_plan(planned(tree, kept), tracked=False)
+        _put_back(tree, kept)
     if changed:
         message = (
             "the block changed weights that were swapped in; the change is gone and the kept weights are back. "
             "Train outside the block"
         )
         raise FrozenError(message, changed)
+
+
+def _put_back(tree: Any, kept: Any) -> None:
+    try:
+        # Planned anew: the block may have moved memory, and a first forward pass promotes dtypes.
+        write_plan(planned(tree, kept), tracked=False)
+    except SnapError as error:
+        message = (
+            f"on leaving the block, the kept weights could not be put back: {error.message}; mend it, then "
+            "load(tree, error.kept)"
+        )
+        told = type(error)(message, error.problems)
+        told.kept = kept
+        raise told from error
 
 
 def _changed_weights(tree: Any, snap: Any) -> list[str]:

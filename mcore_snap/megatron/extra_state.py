@@ -24,7 +24,9 @@ def extra_state_leaves(chunk: nn.Module) -> Iterator[tuple[str, Tensor]]:
             continue
         state = module.get_extra_state()
         if state is not None:
-            yield name or "extra_state", mark_live(_encode(state), Live(accept=_setter(module)))
+            settable = type(module).set_extra_state is not nn.Module.set_extra_state
+            live = Live(accept=_setter(module), settable=settable)
+            yield name or "extra_state", mark_live(_encode(state), live)
 
 
 def _encode(state: object) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from mcore_snap.coverage import cover
 from mcore_snap.live import Live, mark_live
 from mcore_snap.megatron.extra_state import extra_state_leaves
-from mcore_snap.megatron.flat_buffers import check_ready, flat_buffers
+from mcore_snap.megatron.flat_buffers import flat_buffers
 from mcore_snap.nodes import ChunkTree, Placement
 from mcore_snap.words import plain, problem_with, region_of
 
@@ -39,9 +39,7 @@ def read_chunks(chunks: Sequence[nn.Module]) -> tuple[ChunkTree, ...]:
 
     Raises:
         StructureMismatch: Two tensors share memory in part.
-        NotReady: A parameter gather is due or under way.
     """
-    check_ready(list(chunks))
     found = [one for index, chunk in enumerate(chunks) for one in _find(index, chunk)]
     _settle_holders(found)
     return tuple(_chunk_tree(index, chunk, found) for index, chunk in enumerate(chunks))

@@ -9,6 +9,7 @@ from typing import cast, final
 from torch import nn
 
 from mcore_snap.errors import NotResident
+from mcore_snap.megatron.flat_buffers import check_ready
 from mcore_snap.megatron.reading import read_chunks
 from mcore_snap.nodes import ChunkTree, ModelTree
 
@@ -30,7 +31,9 @@ class _LiveModel:
         if gone:
             message = "a tree does not keep its model alive; keep the model, and make a new tree with model_tree"
             raise NotResident(message, gone)
-        return read_chunks([chunk for chunk in chunks if chunk is not None])
+        alive = [chunk for chunk in chunks if chunk is not None]
+        check_ready(alive)
+        return read_chunks(alive)
 
 
 def model_tree(models: nn.Module | Sequence[nn.Module]) -> ModelTree:
@@ -41,7 +44,8 @@ def model_tree(models: nn.Module | Sequence[nn.Module]) -> ModelTree:
     (persistent or not) by name, and extra state as bytes. Tied parameters are one leaf. Tensors
     that are plain attributes of a module cannot be found, and are not in the tree.
 
-    The tree holds the model weakly and reads it anew whenever it is used.
+    The tree holds the model weakly and reads it anew whenever it is used; that raises NotReady while
+    a parameter gather is due or under way, and NotResident once the model is gone.
 
     Args:
         models: One model chunk, or a sequence of them (virtual pipeline), wrapped by Megatron-Core's
@@ -51,7 +55,6 @@ def model_tree(models: nn.Module | Sequence[nn.Module]) -> ModelTree:
         TypeError: Something in ``models`` is no module.
         ValueError: ``models`` is empty.
         StructureMismatch: Two tensors share memory in part, so that no leaf can hold both.
-        NotReady: A parameter gather is due or under way.
 
     >>> import torch
     >>> model = torch.nn.Linear(2, 1)
@@ -67,6 +70,8 @@ def model_tree(models: nn.Module | Sequence[nn.Module]) -> ModelTree:
     if not chunks:
         message = "expected at least one model chunk, found an empty sequence"
         raise ValueError(message)
-    tree = ModelTree(source=_LiveModel([chunk for chunk in chunks if isinstance(chunk, nn.Module)]))
-    tree.chunks  # noqa: B018 - read once, so that a model that cannot be read is refused here
-    return tree
+    modules = [chunk for chunk in chunks if isinstance(chunk, nn.Module)]
+    # Read once, so that memory shared in part is refused here. Weights in flight are not: nothing is
+    # copied yet, and under overlapped gathers a fresh model has not gathered anything.
+    read_chunks(modules)
+    return ModelTree(source=_LiveModel(modules))
