@@ -10,7 +10,7 @@ from typing import Any, Final, SupportsIndex, final
 import torch
 from torch import Tensor
 
-from mcore_snap.words import dtype_name, spec_of
+from mcore_snap.words import dtype_name, spec_of, words
 
 __all__ = ["FrozenLeaf", "owner_of"]
 
@@ -76,11 +76,11 @@ class FrozenLeaf:
         private = self._private
         if not _can_flag():
             return private.clone()
-        # DLPack has no code for some dtypes (float4, bits): those travel as bytes and are viewed back.
+        # DLPack has no code for some dtypes (float4, bcomplex32): those travel as integers.
         try:
             alias = _alias(private)
         except (BufferError, RuntimeError):
-            alias = _alias(private.view(torch.uint8)).view(private.dtype)
+            alias = _alias(words(private)).view(private.dtype)
         if owned:
             setattr(alias, _OWNER, self)
         return alias
