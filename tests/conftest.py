@@ -30,7 +30,7 @@ settings.register_profile(
 )
 settings.register_profile(
     "mutants",
-    max_examples=8,
+    max_examples=50,
     stateful_step_count=12,
     derandomize=True,
     database=None,

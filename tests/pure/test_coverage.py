@@ -91,6 +91,47 @@ def test_a_dense_tensor_in_the_gap_of_another_is_a_leaf():
     assert cover([inside, wide]) == [None, None]
 
 
+@pytest.mark.parametrize(
+    ("start", "apart"),
+    [(0, True), (1, False), (2, False), (3, False), (4, True), (6, True), (7, False), (9, False), (10, True)],
+)
+def test_a_pair_of_bytes_moved_past_the_elements_of_another(start, apart):
+    """In the gaps and touching the ends they are apart; anywhere else they share."""
+    wide = Region("wide", 0, 2, "int16", 2, (2,), (3,))  # bytes 2 3 and 8 9
+    pair = Region("pair", 0, start, "int8", 1, (2,), (1,))
+    assert wide.bytes_used() == {2, 3, 8, 9}
+    for order in ([wide, pair], [pair, wide]):
+        if not apart:
+            with pytest.raises(StructureMismatch):
+                cover(order)
+        else:
+            assert cover(order) == [None, None]
+
+
+def test_one_neighbour_that_is_apart_does_not_hide_the_next():
+    """Every leaf is asked, not only the first, and every pair at fault is told."""
+    big = Region("big", 0, 0, "int8", 1, (8,), (1,))
+    next_to_it = Region("next", 0, 8, "int8", 1, (6,), (1,))
+    inside = Region("inside", 0, 9, "int8", 1, (5,), (1,))  # to the very end
+    assert cover([big, next_to_it, inside]) == [None, None, 1]
+    across = Region("across", 0, 13, "int8", 1, (2,), (1,))
+    beside = Region("beside", 0, 7, "int8", 1, (2,), (1,))
+    with pytest.raises(
+        StructureMismatch, match=r"^some tensors share memory in part, so no leaf can hold them"
+    ) as caught:
+        cover([big, next_to_it, across, beside])
+    assert [line.split(":")[0] for line in caught.value.problems] == ["across", "beside"]
+
+
+def test_a_part_counts_from_its_holder():
+    """Both lie on the grid of elements that begins with the holder, wherever that is."""
+    holder = Region("holder", 0, 3, "int16", 2, (4,), (1,))
+    assert cover([holder, Region("part", 0, 5, "int16", 2, (1,), (1,))]) == [None, 0]
+    third = Region("holder", 0, 1, "f3", 3, (4,), (1,))
+    with pytest.raises(StructureMismatch):
+        cover([third, Region("off", 0, 5, "f3", 3, (1,), (1,))])
+
+
 def test_equal_offsets_in_other_memory_are_apart():
     """Storage is part of where a tensor lies."""
     assert cover([Region("a", 1, 0, "int8", 1, (2,), (1,)), Region("b", 2, 0, "int8", 1, (2,), (1,))]) == [None, None]

@@ -1,5 +1,6 @@
 """Shapes and strides: the arithmetic against plain enumeration."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -104,3 +105,38 @@ def test_leaves_in_a_slab_are_aligned_apart_and_tight(sizes):
 def test_a_spec_reads_as_dtype_and_shape():
     """Errors show specs in this form."""
     assert str(LeafSpec("float8_e4m3fn", ())) == "float8_e4m3fn[]"
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride", "expected"),
+    [
+        ((), (), False),
+        ((1,), (0,), False),
+        ((2,), (0,), True),
+        ((2,), (1,), False),
+        ((1, 2), (0, 1), False),
+        ((2, 2), (1, 1), True),  # a step onto the last element that the smaller one reaches
+        ((2, 2), (2, 1), False),
+        ((3, 2), (2, 3), True),  # 0 2 4 and 3 5 7 do not meet, but that is beyond the proof
+        ((2, 2, 2), (3, 2, 1), True),  # 0 1 2 3, then 3
+        ((2, 2, 2), (4, 2, 1), False),
+        ((0, 2), (0, 0), False),
+    ],
+)
+def test_overlap_by_example(shape, stride, expected):
+    """The edges of the proof, one by one."""
+    assert overlaps_itself(shape, stride) == expected
+
+
+def test_dense_strides_of_three_dimensions():
+    """Steps multiply up through the dimensions in the order of their strides."""
+    assert dense_strides((2, 3, 4), (1, 8, 2)) == (1, 8, 2)
+    assert dense_strides((2, 3, 4), (1, 9, 2)) is None
+    assert dense_strides((2, 1, 4), (1, 77, 2)) == (1, 4, 2)
+
+
+@pytest.mark.parametrize("measure", [span_of, overlaps_itself, lambda *layout: list(element_offsets(*layout))])
+def test_shapes_and_strides_of_other_lengths_are_a_mistake(measure):
+    """Whoever mixes up two tensors hears of it."""
+    with pytest.raises(ValueError, match="zip"):
+        measure((2, 2), (1,))
