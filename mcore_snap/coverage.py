@@ -112,7 +112,6 @@ def _cover_group(regions: Sequence[Region], members: list[int], owners: list[int
                     f"{list(holder.shape)}), found {region.dtype}{list(region.shape)}; expected the same "
                     "memory, a part of it in the same dtype, or none of it; give one of them memory of its own"
                 )
-                owners[index] = leaf
                 break
         else:
             leaves.append(index)

@@ -89,6 +89,8 @@ def test_a_dense_tensor_in_the_gap_of_another_is_a_leaf():
     inside = Region("inside", 0, 2, "int8", 1, (4,), (1,))
     assert cover([wide, inside]) == [None, None]
     assert cover([inside, wide]) == [None, None]
+    flat = Region("flat", 0, 2, "int8", 1, (4,), (1,), whole=True)
+    assert cover([wide, flat]) == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -171,4 +173,5 @@ def test_parts_of_a_tensor_with_gaps_are_refused():
 def test_empty_tensors_are_leaves():
     """They share no byte with anything, wherever they point."""
     empty = Region("empty", 0, 0, "int8", 1, (0,), (1,))
-    assert cover([empty, Region("one", 0, 0, "int8", 1, (4,), (1,)), empty]) == [None, None, None]
+    within = Region("within", 0, 2, "int8", 1, (0,), (1,))
+    assert cover([empty, Region("one", 0, 0, "int8", 1, (4,), (1,)), empty, within]) == [None] * 4
