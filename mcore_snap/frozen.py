@@ -73,17 +73,17 @@ class FrozenLeaf:
             owned: Whether the alias remembers this leaf, for trees whose containers hold the alias
                 itself (a dict of leaves).
         """
-        private = self._private
-        if not _can_flag():
-            return private.clone()
+        handle = self._read_only() if _can_flag() else self._private.clone()
+        if owned:
+            setattr(handle, _OWNER, self)
+        return handle
+
+    def _read_only(self) -> Tensor:
         # DLPack has no code for some dtypes (float4, bcomplex32): those travel as integers.
         try:
-            alias = _alias(private)
+            return _alias(self._private)
         except (BufferError, RuntimeError):
-            alias = _alias(words(private)).view(private.dtype)
-        if owned:
-            setattr(alias, _OWNER, self)
-        return alias
+            return _alias(words(self._private)).view(self._private.dtype)
 
     @property
     def private(self) -> Tensor:

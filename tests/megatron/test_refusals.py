@@ -115,6 +115,24 @@ def use_in_flight(rank: int) -> dict[str, str]:
     return told
 
 
+def fresh_and_overlapped(rank: int) -> str:
+    """Make the tree at start-up, before any forward pass has gathered anything."""
+    chunks = gpt(overlap=True)
+    tree = model_tree(chunks)
+    with pytest.raises(NotReady) as caught:
+        snapshot(tree)
+    logits(chunks, batch(9))
+    load(tree, snapshot(tree))
+    return str(caught.value)
+
+
+def test_a_tree_can_be_made_before_the_first_gather() -> None:
+    """Making it copies nothing, so only its use waits; the message says for what."""
+    for told in run_ranks(fresh_and_overlapped, 2):
+        assert "run a forward pass first" in told
+        assert "chunks[0].bucket_groups[0]" in told
+
+
 def test_weights_in_flight_are_refused() -> None:
     """With overlap_param_gather the weights are stale between a step and the next forward."""
     for told in run_ranks(use_in_flight, 2):
