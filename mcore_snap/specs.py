@@ -5,9 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from math import prod
 
-__all__ = ["ALIGNMENT", "LeafSpec", "aligned_offsets", "contiguous_strides", "dense_strides", "span_of"]
+__all__ = [
+    "ALIGNMENT",
+    "LeafSpec",
+    "aligned_offsets",
+    "contiguous_strides",
+    "dense_strides",
+    "element_offsets",
+    "overlaps_itself",
+    "span_of",
+]
 
 ALIGNMENT = 64
 """Bytes to which leaves are aligned inside a slab: a cache line, and the widest vector load."""
@@ -122,12 +130,3 @@ def aligned_offsets(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
         offsets.append(start)
         end = start + size
     return tuple(offsets), end
-
-
-def count_elements(shape: tuple[int, ...]) -> int:
-    """Return the number of elements of a shape.
-
-    >>> count_elements(()), count_elements((2, 0))
-    (1, 0)
-    """
-    return prod(shape)
