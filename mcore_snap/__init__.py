@@ -14,10 +14,12 @@ False
 
 from __future__ import annotations
 
+from mcore_snap.agreement import agree
 from mcore_snap.comparison import Comparison, LeafDifference, bitwise_equal, compare
 from mcore_snap.digests import fingerprint, verify
 from mcore_snap.errors import Corrupt, FrozenError, NotReady, NotResident, SnapError, StructureMismatch
 from mcore_snap.loading import load
+from mcore_snap.megatron.rollback import rollback
 from mcore_snap.megatron.tree import model_tree
 from mcore_snap.naming import named_leaves, named_parameters
 from mcore_snap.nodes import ChunkTree, ModelTree, NamedLeaves
@@ -36,6 +38,7 @@ __all__ = [
     "NotResident",
     "SnapError",
     "StructureMismatch",
+    "agree",
     "as_numpy",
     "bitwise_equal",
     "compare",
@@ -44,6 +47,7 @@ __all__ = [
     "model_tree",
     "named_leaves",
     "named_parameters",
+    "rollback",
     "snapshot",
     "swapped",
     "thaw",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,11 +11,12 @@ from torch import Tensor
 
 from mcore_snap.checking import check_leaves
 from mcore_snap.errors import Corrupt, StructureMismatch
+from mcore_snap.live_trees import read_once
 from mcore_snap.registration import flatten, flatten_named
 from mcore_snap.snapshots import frozen_entries
 from mcore_snap.words import plain, spec_of, words
 
-__all__ = ["fingerprint", "verify"]
+__all__ = ["combine", "fingerprint", "leaf_digests", "verify"]
 
 _PIECE = 1 << 15
 """Elements hashed at a time: they stay in the cache between copy and hash, and torch copies up to
@@ -36,11 +37,12 @@ def fingerprint(tree: Any) -> str:
     >>> fingerprint({"w": torch.zeros(2)}) == fingerprint({"w": torch.tensor([0.0, -0.0])})
     False
     """
-    names, digests = _leaf_digests(tree)
+    tree = read_once(tree)
+    names, digests = leaf_digests(tree)
     for owner, digest in zip(frozen_entries(tree), digests, strict=True):
         if owner is not None and owner.recorded_digest is None:
             owner.record(digest)
-    return _combine(names, digests)
+    return combine(names, digests)
 
 
 def verify(snap: Any) -> str:
@@ -58,7 +60,7 @@ def verify(snap: Any) -> str:
     >>> fingerprint(kept) == verify(kept)
     True
     """
-    names, digests = _leaf_digests(snap)
+    names, digests = leaf_digests(snap)
     recorded = [None if owner is None else owner.recorded_digest for owner in frozen_entries(snap)]
     missing = [
         f"{name}: expected a recorded digest, found none; call fingerprint(snapshot) when it is taken"
@@ -74,16 +76,36 @@ def verify(snap: Any) -> str:
     ]
     if wrong:
         raise Corrupt("the snapshot's bytes are not those that were recorded", wrong)
-    return _combine(names, digests)
+    return combine(names, digests)
 
 
-def _leaf_digests(tree: Any) -> tuple[list[str], list[str]]:
+def leaf_digests(tree: Any) -> tuple[list[str], list[str]]:
+    """Return the names of all leaves and the digest of each, in the order of flattening.
+
+    Raises:
+        StructureMismatch: A leaf is of a kind that has no plain bytes.
+        NotResident: A leaf's memory is not there.
+
+    >>> leaf_digests({"w": torch.zeros(2)})
+    (["['w']"], ['...'])
+    """
+    tree = read_once(tree)
     leaves, treespec = flatten(tree)
     names = flatten_named(treespec)[1]
     check_leaves(leaves, lambda: names, "fingerprint")
     owners = frozen_entries(tree)
     sources = [leaf if owner is None else owner.private for leaf, owner in zip(leaves, owners, strict=True)]
     return names, [_digest(source) for source in sources]
+
+
+def combine(names: Iterable[str], digests: Iterable[str]) -> str:
+    """Return one digest over the names and digests of leaves: of all of them, the fingerprint.
+
+    >>> combine(*leaf_digests([torch.zeros(2)])) == fingerprint([torch.zeros(2)])
+    True
+    """
+    lines = (f"{name}\0{digest}" for name, digest in zip(names, digests, strict=True))
+    return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
 
 
 def _digest(tensor: Tensor) -> str:
@@ -103,8 +125,3 @@ def _pieces(tensor: Tensor) -> Iterator[memoryview]:
         target = buffer[: piece.numel()]
         target.copy_(piece)
         yield target.view(torch.uint8).numpy().data
-
-
-def _combine(names: list[str], digests: list[str]) -> str:
-    lines = (f"{name}\0{digest}" for name, digest in zip(names, digests, strict=True))
-    return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())

@@ -51,7 +51,7 @@ class NotResident(SnapError, RuntimeError):  # noqa: N818 - the name is the cont
 
 
 class NotReady(SnapError, RuntimeError):  # noqa: N818 - the name is the contract's
-    """Weights are in flight: a parameter gather is due or under way."""
+    """Weights are in flight and cannot be settled from here; the message says what to call first."""
 
 
 class Corrupt(SnapError, ValueError):  # noqa: N818 - the name is the contract's

@@ -23,12 +23,15 @@ class Live:
         settable: Whether the module can take extra state at all.
         registered: Whether it is a registered buffer: a forward pass may change it, and
             Megatron-Core may promote its dtype.
+        after: What to call once the leaf was written: caches to be dropped, shards to be gathered.
+            Equal ones of several leaves are called once.
     """
 
     covered: tuple[Tensor, ...] = ()
     accept: Callable[[Tensor], None] | None = None
     settable: bool = True
     registered: bool = False
+    after: tuple[Callable[[], None], ...] = ()
 
 
 _NONE: Final = Live()

@@ -12,7 +12,8 @@ from mcore_snap.checking import refuse
 from mcore_snap.copying import Write, overlap_problems, write
 from mcore_snap.errors import SnapError
 from mcore_snap.live import live_part
-from mcore_snap.plans import Expected, check_fit, pair_paths
+from mcore_snap.live_trees import layouts_of, read_once
+from mcore_snap.plans import Expected, check_fit, pair_paths, pair_slices
 from mcore_snap.registration import flatten, flatten_named
 from mcore_snap.snapshots import frozen_entries
 from mcore_snap.words import plain, problem_with, spec_of, words
@@ -40,8 +41,12 @@ def load(tree: T, snap: Any) -> T:
 
     No address, stride, ``requires_grad``, tie, gradient or optimizer view changes. Version counters
     of the parameters move, so that a backward pass over a graph made before fails loudly. The
-    optimizer is not told: with bf16 weights its fp32 masters overwrite the load at the next step
-    unless ``optimizer.reload_model_params()`` is called.
+    optimizer is not told: with bf16 weights its fp32 masters overwrite the load at the next step;
+    `rollback` tells it.
+
+    Every rank of the data-parallel group has to load the same version, at the same point of the
+    program: where overlapped parameter gathers are due, or the tree keeps slices, loading is
+    collective, and the next gather would mix versions. `agree` checks that.
 
     Args:
         tree: What `model_tree` gave, or any pytree of tensors.
@@ -51,7 +56,7 @@ def load(tree: T, snap: Any) -> T:
         StructureMismatch: Names, dtypes or shapes differ, or a leaf is of a kind that cannot be
             written. The message lists all of them, and nothing was written.
         NotResident: Memory to write to or to read from is not there.
-        NotReady: A parameter gather is due or under way.
+        NotReady: Weights are in flight and cannot be settled from here.
         SnapError: A copy failed half-way; the message lists what was written.
 
     >>> from mcore_snap import snapshot
@@ -72,6 +77,7 @@ def planned(tree: Any, snap: Any) -> Plan:
         StructureMismatch: As `load`; it lists every problem of every kind.
         NotResident: As `load`, where all that is wrong is that memory is not there.
     """
+    tree = read_once(tree)
     targets, spec = flatten(tree)
     sources, kept_spec = flatten(snap)
     paths, names = flatten_named(spec)
@@ -82,7 +88,8 @@ def planned(tree: Any, snap: Any) -> Plan:
     ]
     found = dict(zip(kept_paths, owned, strict=True))
     unpaired = pair_paths(dict(zip(paths, names, strict=True)), dict(zip(kept_paths, kept_names, strict=True)))
-    problems = [("structure", line) for line in unpaired]
+    slices = [layout.data_parallel for layout in layouts_of(tree)], [layout.data_parallel for layout in layouts_of(snap)]
+    problems = [("structure", line) for line in [*unpaired, *pair_slices(*slices)]]
     writes, hand_over = [], []
     for path, name, target in zip(paths, names, targets, strict=True):
         if path not in found:
@@ -132,9 +139,20 @@ def write_plan(plan: Plan, *, tracked: bool) -> None:
             message = f"the module of {one.name} refused its extra state ({error}); written by then:"
             raise SnapError(message, done) from error
         done.append(one.name)
+    _finish(plan, done)
     if tracked:
         covered = [tensor for one in plan.writes for tensor in live_part(one.target).covered]
         torch.autograd.graph.increment_version([tensor for tensor in covered if not tensor.is_inference()])
+
+
+def _finish(plan: Plan, done: list[str]) -> None:
+    hooks = dict.fromkeys(hook for one in plan.writes for hook in live_part(one.target).after)
+    for hook in hooks:
+        try:
+            hook()
+        except Exception as error:
+            message = f"everything was written, but what has to follow failed ({error}); load again. Written:"
+            raise SnapError(message, done) from error
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:

@@ -55,7 +55,7 @@ def named_parameters(tree: ModelTree | ChunkTree) -> Mapping[str, Tensor]:
         return MappingProxyType(
             {
                 placement.name: _view(leaves, placement.field, placement.key, placement.view)
-                for placement in tree.layout
+                for placement in tree.layout.placements
                 if placement.chunk is None
             }
         )
@@ -73,7 +73,7 @@ def named_parameters(tree: ModelTree | ChunkTree) -> Mapping[str, Tensor]:
                 placement.view,
             )
             for index, chunk in enumerate(chunks)
-            for placement in chunk.layout
+            for placement in chunk.layout.placements
         }
     )
 

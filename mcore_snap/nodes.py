@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from typing import Any, Final, NoReturn, Protocol, TypeAlias, final
 
 from torch import Tensor
 
 from mcore_snap.errors import FrozenError
 from mcore_snap.frozen import FrozenLeaf
+from mcore_snap.layouts import EMPTY, Layout
 
-__all__ = ["ChunkTree", "Layout", "ModelTree", "NamedLeaves", "Placement", "Source"]
+__all__ = ["ChunkTree", "ModelTree", "NamedLeaves", "Source"]
 
 Entry: TypeAlias = Any
 """What a node holds in a leaf's place: a FrozenLeaf, a tensor, or whatever a tree_map returned."""
@@ -28,34 +29,17 @@ def _refuse(what: str) -> NoReturn:
     raise FrozenError(message)
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where a parameter lies.
-
-    Attributes:
-        name: Its first name in its chunk.
-        chunk: The chunk whose leaf holds it if that is not its own: chunks may share memory.
-        field: The field of that ChunkTree which holds the leaf.
-        key: The leaf's index or name in that field.
-        view: ``(offset, shape, stride)`` in elements from the leaf's first one, or ``None`` where
-            the parameter is the whole leaf.
-    """
-
-    name: str
-    chunk: int | None
-    field: str
-    key: int | str
-    view: tuple[int, tuple[int, ...], tuple[int, ...]] | None
-
-
-Layout: TypeAlias = tuple[Placement, ...]
-
-
 class Source(Protocol):
     """A live model, held weakly, from which a tree is read whenever it is used."""
 
     def read(self) -> tuple[ChunkTree, ...]:
-        """Return the chunks with the model's own memory for leaves."""
+        """Settle weights in flight, and return the chunks with the model's own memory for leaves."""
+
+    def look(self) -> tuple[ChunkTree, ...]:
+        """Return the same without settling anything, for looking at names and sizes."""
+
+    def unchanged(self) -> AbstractContextManager[None]:
+        """Give the model's param-sync flags back on leaving, as they were on entry."""
 
 
 class _Immutable:
@@ -129,7 +113,7 @@ class ChunkTree(_Immutable):
         parameters: Every parameter that no flat buffer holds, by its first name.
         module_buffers: Registered buffers, persistent or not.
         extra_state: What ``get_extra_state()`` returned, as uint8 bytes, by module.
-        layout: Static: where each parameter of the chunk lies.
+        layout: Static: where each parameter of the chunk lies, and whether its flat buffers are slices.
     """
 
     __slots__ = ("_fields", "layout")
@@ -143,7 +127,7 @@ class ChunkTree(_Immutable):
         parameters: Mapping[str, Entry] | Any = None,
         module_buffers: Mapping[str, Entry] | Any = None,
         extra_state: Mapping[str, Entry] | Any = None,
-        layout: Layout = (),
+        layout: Layout = EMPTY,
     ) -> None:
         # Unflattening calls this with placeholders of any kind, so nothing is validated.
         named = [
@@ -217,7 +201,11 @@ class ModelTree(_Immutable):
     def chunks(self) -> tuple[ChunkTree, ...]:
         """The chunks; of a live tree, read from the model now.
 
+        Where overlapped parameter gathers are due, reading is collective over the data-parallel
+        group: every rank has to do it, in the same order.
+
         Raises:
+            NotReady: Weights are in flight and cannot be settled from here.
             NotResident: The model of a live tree is gone, or memory of it is.
         """
         return self._chunks if self.source is None else self.source.read()
@@ -241,7 +229,8 @@ class ModelTree(_Immutable):
         return ModelTree, (self._chunks,)
 
     def __repr__(self) -> str:
-        kept = tree_entries(self)
+        tree = self if self.source is None else ModelTree(self.source.look())
+        kept = tree_entries(tree)
         sizes = [entry for entry in kept if isinstance(entry, FrozenLeaf | Tensor)]
         dtypes = sorted({_dtype_of(entry) for entry in sizes})
         kind = "live" if self.source is not None else "frozen"
@@ -249,7 +238,7 @@ class ModelTree(_Immutable):
             kind = "computed"
         total = sum(entry.nbytes for entry in sizes)
         return (
-            f"ModelTree({kind}, {len(self.chunks)} chunk(s), {len(kept)} leaves, {total:,} bytes, "
+            f"ModelTree({kind}, {len(tree.chunks)} chunk(s), {len(kept)} leaves, {total:,} bytes, "
             f"{', '.join(dtypes) or 'empty'})"
         )
 

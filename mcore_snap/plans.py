@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mcore_snap.specs import LeafSpec
 
-__all__ = ["Expected", "check_fit", "pair_paths"]
+__all__ = ["Expected", "check_fit", "pair_paths", "pair_slices"]
 
 Path = tuple[Hashable, ...]
 
@@ -55,6 +55,36 @@ def pair_paths(live: Mapping[Path, str], kept: Mapping[Path, str]) -> list[str]:
         if path not in live
     ]
     return missing + extra
+
+
+Slices = tuple[tuple[int, int], ...] | None
+"""``(rank, size)`` per flat-buffer leaf of a chunk, or ``None`` where the buffers are whole."""
+
+
+def pair_slices(live: Sequence[Slices], kept: Sequence[Slices]) -> list[str]:
+    """Return what keeps data-parallel slices from going where they belong, a line per chunk.
+
+    Slices of different ranks have the same shape, so nothing else tells them apart. Chunks that one
+    side lacks are left to `pair_paths`.
+
+    >>> pair_slices([((0, 2),)], [((0, 2),)])
+    []
+    >>> pair_slices([((0, 2),)], [((1, 2),)])
+    ["chunks[0]: expected this rank's slices of the flat buffers, rank 0 of 2, found this rank's slices of the flat buffers, rank 1 of 2; ..."]
+    """
+    return [
+        f"chunks[{index}]: expected {_slices(mine)}, found {_slices(found)}; load on each rank the snapshot that "
+        "was taken on it, into a tree made with the same dp_sharded"
+        for index, (mine, found) in enumerate(zip(live, kept, strict=False))
+        if mine != found
+    ]
+
+
+def _slices(slices: Slices) -> str:
+    if slices is None:
+        return "whole flat buffers"
+    ranks = dict.fromkeys(f"rank {rank} of {size}" for rank, size in slices)
+    return f"this rank's slices of the flat buffers, {', '.join(ranks) or 'none'}"
 
 
 def check_fit(expected: Expected, found: LeafSpec) -> str | None:

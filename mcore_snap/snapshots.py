@@ -31,6 +31,9 @@ def snapshot(tree: T) -> T:
     hands out a fresh alias, so nothing done to a handle reaches the snapshot; of other pytrees (a
     dict, say) the container is yours, and only the bytes are protected.
 
+    Collective over the data-parallel group where overlapped parameter gathers are due, as with every
+    use of a live model tree: see `model_tree`.
+
     Peak host memory is the size of the leaves, in one allocation; every byte is copied once.
 
     Args:
@@ -40,7 +43,7 @@ def snapshot(tree: T) -> T:
         StructureMismatch: A leaf is no tensor, or of a kind that cannot be kept (sparse, quantized,
             a subclass with memory of its own).
         NotResident: A leaf's memory is freed or on the meta device, or the model is gone.
-        NotReady: A parameter gather is due or under way.
+        NotReady: Weights are in flight and cannot be settled from here.
 
     >>> live = {"w": torch.ones(2)}
     >>> kept = snapshot(live)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 from mcore_snap.comparison import difference
 from mcore_snap.errors import FrozenError, SnapError
 from mcore_snap.live import live_part
+from mcore_snap.live_trees import read_once, sources_of
 from mcore_snap.loading import planned, write_plan
 from mcore_snap.snapshots import snapshot
 
@@ -24,8 +25,9 @@ def swapped(tree: T, snap: Any, *, check: bool = False) -> Iterator[T]:
     The current weights are kept as a second snapshot and are back, bit for bit, on leaving, also
     after an exception or KeyboardInterrupt. What the block changed, buffers that a forward pass
     updates included, is gone. Blocks nest, and the same snapshot may be entered again inside itself.
-    No random numbers are drawn and no version counter moves, so the block may stand anywhere in a
-    training step, between forward and backward too.
+    No random numbers are drawn, no version counter moves, and Megatron-Core's param-sync flags are
+    given back, so the block may stand anywhere in a training step, between forward and backward too.
+    Collective where `snapshot` and `load` are.
 
     Args:
         tree: What `model_tree` gave, or any pytree of tensors.
@@ -38,7 +40,7 @@ def swapped(tree: T, snap: Any, *, check: bool = False) -> Iterator[T]:
     Raises:
         StructureMismatch: The snapshot does not fit; the block is not entered, nothing was written.
         NotResident: Memory to write to or to read from is not there.
-        NotReady: A parameter gather is due or under way.
+        NotReady: Weights are in flight and cannot be settled from here.
         FrozenError: With ``check``, the block changed weights; the kept ones are back by then.
         SnapError: On leaving, of any kind above: the block left the model so that it cannot be
             written (memory freed, a gather due). The error's ``kept`` is the snapshot of the weights
@@ -53,16 +55,20 @@ def swapped(tree: T, snap: Any, *, check: bool = False) -> Iterator[T]:
     >>> live["w"]
     tensor([1., 1.])
     """
-    plan = planned(tree, snap)
-    kept = snapshot(tree)
     changed: list[str] = []
-    try:
-        write_plan(plan, tracked=False)
-        yield tree
-        if check:
-            changed = _changed_weights(tree, snap)
-    finally:
-        _put_back(tree, kept)
+    with ExitStack() as flags:
+        for source in sources_of(tree):
+            flags.enter_context(source.unchanged())
+        now = read_once(tree)
+        plan = planned(now, snap)
+        kept = snapshot(now)
+        try:
+            write_plan(plan, tracked=False)
+            yield tree
+            if check:
+                changed = _changed_weights(tree, snap)
+        finally:
+            _put_back(tree, kept)
     if changed:
         message = (
             "the block changed weights that were swapped in; the change is gone and the kept weights are back. "

@@ -8,7 +8,7 @@ from torch import Tensor
 from mcore_snap.coverage import Region
 from mcore_snap.specs import LeafSpec, contiguous_strides, dense_strides, span_of
 
-__all__ = ["dtype_name", "plain", "problem_with", "region_of", "spec_of", "storage_strides", "words"]
+__all__ = ["dtype_name", "has_storage", "plain", "problem_with", "region_of", "spec_of", "storage_strides", "words"]
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _QUANTIZED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
@@ -73,6 +73,16 @@ def region_of(name: str, tensor: Tensor, *, whole: bool = False) -> Region:
         stride=tuple(tensor.stride()),
         whole=whole,
     )
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """Tell whether a tensor is a plain view of some storage, even one that was freed.
+
+    >>> has_storage(torch.ones(1)), has_storage(torch.empty(1, device="meta"))
+    (True, False)
+    """
+    problem = problem_with(tensor)
+    return problem is None or (problem[0] == "absent" and not tensor.is_meta)
 
 
 def problem_with(tensor: object) -> tuple[str, str] | None:

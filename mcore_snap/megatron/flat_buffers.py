@@ -1,18 +1,35 @@
-"""DDP chunks: which of their flat buffers really hold weights, and whether these are current."""
+"""DDP chunks: which of their flat buffers really hold weights."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from torch import Tensor, nn
 
-from mcore_snap.errors import NotReady
+from mcore_snap.megatron.inner_tensors import inner_tensors
+from mcore_snap.words import has_storage
 
-__all__ = ["LISTS", "check_ready", "flat_buffers", "is_ddp"]
+__all__ = ["FlatBuffer", "bucket_groups", "flat_buffers", "is_ddp"]
 
-LISTS: Final = ("buffers", "expert_parallel_buffers")
+_LISTS: Final = ("buffers", "expert_parallel_buffers")
 _GROUPS: Final = ("bucket_groups", "expert_parallel_bucket_groups")
+
+
+class FlatBuffer(NamedTuple):
+    """A flat buffer that holds weights.
+
+    Attributes:
+        field: The list that it is in, which is also the field of the ChunkTree.
+        number: Its place in that list.
+        buffer: Megatron-Core's own object.
+        data: Its ``param_data``, 1-D and padded.
+    """
+
+    field: str
+    number: int
+    buffer: Any
+    data: Tensor
 
 
 def is_ddp(chunk: nn.Module) -> bool:
@@ -20,56 +37,41 @@ def is_ddp(chunk: nn.Module) -> bool:
 
     On any other module ``buffers`` is a method.
     """
-    return all(isinstance(getattr(chunk, name, None), list) for name in LISTS)
+    return all(isinstance(getattr(chunk, name, None), list) for name in _LISTS)
 
 
-def flat_buffers(chunk: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield ``(list name, param_data)`` of each flat buffer that holds weights, in order.
+def flat_buffers(chunk: nn.Module) -> Iterator[FlatBuffer]:
+    """Yield each flat buffer that holds weights, in order.
 
     ``param_data`` is None without the distributed optimizer, and with reuse of the gradient buffer
     (MXFP8) it holds gradients: so what counts is whether parameters lie in its storage.
     """
     if not is_ddp(chunk):
         return
-    for name in LISTS:
-        for buffer in getattr(chunk, name):
+    for name in _LISTS:
+        for index, buffer in enumerate(getattr(chunk, name)):
             data: Any = buffer.param_data
             if data is None or getattr(buffer, "shared_buffer", None) is not None:
                 continue
             storage = data.untyped_storage()._cdata
-            if storage == _storage(getattr(buffer, "grad_data", None)):
+            if storage in _storages(getattr(buffer, "grad_data", None)):
                 continue
-            if any(storage == _storage(parameter.data) for parameter in buffer.params):
-                yield name, data
+            if any(storage in _storages(parameter.data) for parameter in buffer.params):
+                yield FlatBuffer(name, index, buffer, data)
 
 
-def _storage(tensor: Any) -> int | None:
-    if not isinstance(tensor, Tensor) or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        return None
-    identity: int = tensor.untyped_storage()._cdata
-    return identity
+def _storages(tensor: Any) -> set[int]:
+    # The memory of a tensor, or of the tensors that it is made of.
+    if not isinstance(tensor, Tensor):
+        return set()
+    inner = inner_tensors(tensor)
+    parts = [tensor] if inner is None else [part for _, part in inner.parts]
+    return {part.untyped_storage()._cdata for part in parts if has_storage(part)}
 
 
-def check_ready(chunks: list[nn.Module]) -> None:
-    """Check that no parameter gather is due or under way.
-
-    With overlapped gathers, ``optimizer.step()`` leaves the other ranks' shards old until the next
-    forward pass, and a gather in flight would land on top of whatever is written.
-
-    Raises:
-        NotReady: Names the bucket groups.
-    """
-    problems = []
-    for index, chunk in enumerate(chunks):
-        if not is_ddp(chunk):
-            continue
-        overlapped = bool(getattr(chunk, "use_forward_hook", False))
+def bucket_groups(chunk: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the object of each bucket group, in the order in which they communicate."""
+    if is_ddp(chunk):
         for name in _GROUPS:
             for number, group in enumerate(getattr(chunk, name, ())):
-                where = f"chunks[{index}].{name}[{number}]"
-                if getattr(group, "param_gather_handle", None) is not None:
-                    problems.append(f"{where}: expected no gather under way, found one; run a forward pass first")
-                elif overlapped and not getattr(group, "param_gather_dispatched", True):
-                    problems.append(f"{where}: expected gathered weights, found a gather due; run a forward pass first")
-    if problems:
-        raise NotReady("the weights are in flight; nothing was read or written", problems)
+                yield f"{name}[{number}]", group

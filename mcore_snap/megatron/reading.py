@@ -3,76 +3,152 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, TypeAlias
 
 from torch import Tensor, nn
 
 from mcore_snap.coverage import cover
+from mcore_snap.layouts import Layout, Placement
 from mcore_snap.live import Live, mark_live
 from mcore_snap.megatron.extra_state import extra_state_leaves
 from mcore_snap.megatron.flat_buffers import flat_buffers
-from mcore_snap.nodes import ChunkTree, Placement
-from mcore_snap.words import plain, problem_with, region_of
+from mcore_snap.megatron.inner_tensors import inner_tensors
+from mcore_snap.megatron.megatron_fsdp import megatron_fsdp
+from mcore_snap.megatron.residency import resident
+from mcore_snap.megatron.shards import GatherShards, Shard, shards
+from mcore_snap.nodes import ChunkTree
+from mcore_snap.words import has_storage, plain, problem_with, region_of
 
-__all__ = ["read_chunks"]
+__all__ = ["Buffers", "read_chunks"]
+
+Buffers: TypeAlias = Literal["all", "persistent"]
+"""Which registered buffers belong to a tree."""
+
+_FLAT = frozenset({"buffers", "expert_parallel_buffers"})
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class _Found:
-    """One tensor of the model: where it was found, and where it lies."""
+    """One tensor of the model: where it was found, and where it lies.
+
+    Attributes:
+        chunk: Index of its chunk.
+        field: Field of the ChunkTree.
+        key: Index or name in the field.
+        tensor: Its memory on the device.
+        memory: Where its bytes are now: its host copy while it is offloaded.
+        counted: What counts versions of the same memory apart from ``tensor``.
+        after: What has to be called once it was written.
+        expert: Whether it is a parameter of an expert.
+        slices: This rank's parts of it, where only these are kept.
+        holder: The leaf that holds it, if that is another.
+        covered: What else lies in it.
+    """
 
     chunk: int
     field: str
     key: int | str
     tensor: Tensor
+    memory: Tensor
+    counted: tuple[Tensor, ...] = ()
+    after: tuple[Callable[[], None], ...] = ()
+    expert: bool = False
+    slices: tuple[Shard, ...] | None = None
     holder: _Found | None = None
-    covered: list[Tensor] = dataclasses.field(default_factory=list)
+    covered: list[_Found] = dataclasses.field(default_factory=list)
 
     @property
     def name(self) -> str:
-        key = repr(self.key)
-        return f"chunks[{self.chunk}].{self.field}[{key}]"
+        return f"chunks[{self.chunk}].{self.field}[{self.key!r}]"
 
 
-def read_chunks(chunks: Sequence[nn.Module]) -> tuple[ChunkTree, ...]:
+def read_chunks(
+    chunks: Sequence[nn.Module], *, buffers: Buffers = "all", dp_sharded: bool = False
+) -> tuple[ChunkTree, ...]:
     """Return one ChunkTree per chunk, with handles on the model's own memory for leaves.
+
+    Args:
+        chunks: The model.
+        buffers: Which registered buffers to read.
+        dp_sharded: Whether to read only this rank's slices of the flat buffers.
 
     Raises:
         StructureMismatch: Two tensors share memory in part.
     """
-    found = [one for index, chunk in enumerate(chunks) for one in _find(index, chunk)]
+    found = [
+        one
+        for index, chunk in enumerate(chunks)
+        for one in (*_weights(index, chunk, dp_sharded=dp_sharded), *_registered(index, chunk, buffers))
+    ]
     _settle_holders(found)
     return tuple(_chunk_tree(index, chunk, found) for index, chunk in enumerate(chunks))
 
 
-def _find(index: int, chunk: nn.Module) -> list[_Found]:
-    found: list[_Found] = []
+def _weights(index: int, chunk: nn.Module, *, dp_sharded: bool) -> Iterator[_Found]:
+    sharded = megatron_fsdp(chunk)
+    if sharded is not None:
+        for number, data in enumerate(sharded.buffers):
+            yield _Found(index, "buffers", number, data, data, counted=sharded.covered, after=(sharded.after,))
+        for name, parameter in sharded.parameters:
+            yield from _parts(index, "parameters", name, parameter, after=(sharded.after,))
+        return
     counts: dict[str, int] = {}
-    for name, data in flat_buffers(chunk):
-        found.append(_Found(index, name, counts.get(name, 0), data))
-        counts[name] = counts.get(name, 0) + 1
-    found += [_Found(index, "parameters", name, parameter) for name, parameter in chunk.named_parameters()]
+    for flat in flat_buffers(chunk):
+        number = counts.get(flat.field, 0)
+        if dp_sharded:
+            mine = tuple(shards(chunk, flat))
+            yield _Found(index, flat.field, number, flat.data, flat.data, after=(GatherShards(chunk),), slices=mine)
+            counts[flat.field] = number + len(mine)
+        else:
+            yield _Found(index, flat.field, number, flat.data, resident(flat.buffer, flat.data))
+            counts[flat.field] = number + 1
+    for name, parameter in chunk.named_parameters():
+        yield from _parts(index, "parameters", name, parameter, expert=not getattr(parameter, "allreduce", True))
+
+
+def _registered(index: int, chunk: nn.Module, buffers: Buffers) -> Iterator[_Found]:
     # `chunk.buffers` is a list on DDP; `named_buffers` is the module's own on every chunk.
-    found += [_Found(index, "module_buffers", name, buffer) for name, buffer in chunk.named_buffers()]
-    return found
+    transient = set() if buffers == "all" else set(_non_persistent(chunk))
+    for name, buffer in chunk.named_buffers():
+        if name not in transient:
+            yield from _parts(index, "module_buffers", name, buffer)
+
+
+def _non_persistent(chunk: nn.Module) -> Iterator[str]:
+    for prefix, module in chunk.named_modules():
+        for name in module._non_persistent_buffers_set:
+            yield f"{prefix}.{name}" if prefix else name
+
+
+def _parts(
+    index: int,
+    field: str,
+    name: str,
+    tensor: Tensor,
+    *,
+    after: tuple[Callable[[], None], ...] = (),
+    expert: bool = False,
+) -> Iterator[_Found]:
+    inner = inner_tensors(tensor)
+    if inner is None:
+        yield _Found(index, field, name, tensor, tensor, after=after, expert=expert)
+        return
+    if inner.after is not None:
+        after = (*after, inner.after)
+    for suffix, part in inner.parts:
+        key = f"{name}.{suffix}" if suffix else name
+        yield _Found(index, field, key, part, part, counted=(tensor,), after=after, expert=expert)
 
 
 def _settle_holders(found: list[_Found]) -> None:
     # What cannot be a leaf has no memory to compare; it stays, for the reader to be refused by name.
-    sound = [one for one in found if _has_memory(one.tensor)]
-    regions = [
-        region_of(one.name, one.tensor, whole=one.field in {"buffers", "expert_parallel_buffers"}) for one in sound
-    ]
+    sound = [one for one in found if has_storage(one.tensor)]
+    regions = [region_of(one.name, one.tensor, whole=one.field in _FLAT) for one in sound]
     for one, owner in zip(sound, cover(regions), strict=True):
         if owner is not None:
             one.holder = sound[owner]
-            if one.tensor is not sound[owner].tensor:
-                sound[owner].covered.append(one.tensor)
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    problem = problem_with(tensor)
-    return problem is None or (problem[0] == "absent" and not tensor.is_meta)
+            sound[owner].covered.append(one)
 
 
 def _chunk_tree(index: int, chunk: nn.Module, found: list[_Found]) -> ChunkTree:
@@ -80,23 +156,46 @@ def _chunk_tree(index: int, chunk: nn.Module, found: list[_Found]) -> ChunkTree:
     leaves: dict[str, dict[int | str, Tensor]] = {}
     for one in mine:
         if one.holder is None:
-            leaves.setdefault(one.field, {})[one.key] = _handle(one)
+            leaves.setdefault(one.field, {}).update(_handles(one))
+    sliced = [shard for field in sorted(_FLAT) for one in mine if one.field == field for shard in one.slices or ()]
     return ChunkTree(
         tuple(leaves.get("buffers", {}).values()),
         tuple(leaves.get("expert_parallel_buffers", {}).values()),
         {str(name): leaf for name, leaf in leaves.get("parameters", {}).items()},
         {str(name): leaf for name, leaf in leaves.get("module_buffers", {}).items()},
         dict(extra_state_leaves(chunk)),
-        layout=tuple(_placement(one) for one in mine if one.field == "parameters"),
+        layout=Layout(
+            tuple(_placement(one) for one in mine if one.field == "parameters" and not _is_sliced(one)),
+            tuple((shard.rank, shard.size) for shard in sliced) if sliced else None,
+        ),
     )
 
 
-def _handle(one: _Found) -> Tensor:
-    problem = problem_with(one.tensor)
+def _is_sliced(one: _Found) -> bool:
+    return one.holder is not None and one.holder.slices is not None
+
+
+def _handles(one: _Found) -> dict[int | str, Tensor]:
+    problem = problem_with(one.memory)
     if problem is not None and problem[0] == "unsupported":
-        return one.tensor
-    live = Live(covered=tuple(one.covered), registered=one.field == "module_buffers")
-    return mark_live(plain(one.tensor), live)
+        return {one.key: one.memory}
+    within = [one, *one.covered]
+    live = Live(
+        covered=tuple(_counted_apart(one)),
+        registered=one.field == "module_buffers",
+        after=tuple(dict.fromkeys(hook for other in within for hook in other.after)),
+    )
+    if one.slices is not None and isinstance(one.key, int):
+        return {one.key + number: mark_live(plain(shard.data), live) for number, shard in enumerate(one.slices)}
+    return {one.key: mark_live(plain(one.memory), live)}
+
+
+def _counted_apart(one: _Found) -> Iterator[Tensor]:
+    yield from one.counted
+    for other in one.covered:
+        if other.tensor is not one.tensor:
+            yield other.tensor
+        yield from other.counted
 
 
 def _placement(one: _Found) -> Placement:
@@ -106,4 +205,4 @@ def _placement(one: _Found) -> Placement:
     shape, stride = tuple(one.tensor.shape), tuple(one.tensor.stride()) if one.holder else ()
     if one.holder and (shape, stride) != (tuple(holder.tensor.shape), tuple(holder.tensor.stride())):
         view = (int(one.tensor.storage_offset() - holder.tensor.storage_offset()), shape, stride)
-    return Placement(str(one.key), chunk, holder.field, holder.key, view)
+    return Placement(str(one.key), chunk, holder.field, holder.key, view, one.expert)

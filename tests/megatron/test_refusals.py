@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from configurations import differing, everything, places
 
-from mcore_snap import NotReady, NotResident, SnapError, StructureMismatch, load, model_tree, snapshot, swapped
-from mcore_snap.testing.gpt import batch, gpt, logits, optimizer, train_step
+from mcore_snap import NotResident, SnapError, StructureMismatch, load, model_tree, snapshot, swapped
+from mcore_snap.testing.gpt import batch, gpt, optimizer, train_step
 from mcore_snap.testing.ranks import run_ranks
 
 if TYPE_CHECKING:
@@ -88,56 +88,6 @@ def test_all_problems_are_told_at_once() -> None:
     for layer in (0, 1):
         for weight in ("linear_proj", "linear_qkv", "linear_fc1", "linear_fc2"):
             assert any(f"layers.{layer}." in problem and weight in problem for problem in problems), (layer, weight)
-
-
-def use_in_flight(rank: int) -> dict[str, str]:
-    """Use a tree right after the step, when with overlap only this rank's share is new."""
-    chunks = gpt(overlap=True)
-    adam = optimizer(chunks)
-    train_step(chunks, adam, batch(0, rank))
-    logits(chunks, batch(9))  # the forward dispatches every gather that is due, and waits for it
-    tree = model_tree(chunks)
-    kept = snapshot(tree)
-    a = logits(chunks, batch(9))
-    train_step(chunks, adam, batch(1, rank))
-    before = everything(chunks, adam)
-
-    told = {}
-    for name, use in _USES.items():
-        with pytest.raises(NotReady) as caught:
-            use(tree, kept)
-        told[name] = str(caught.value)
-    assert differing(everything(chunks, adam), before) == []
-
-    logits(chunks, batch(9))
-    load(tree, kept)
-    assert (logits(chunks, batch(9)) == a).all()
-    return told
-
-
-def fresh_and_overlapped(rank: int) -> str:
-    """Make the tree at start-up, before any forward pass has gathered anything."""
-    chunks = gpt(overlap=True)
-    tree = model_tree(chunks)
-    with pytest.raises(NotReady) as caught:
-        snapshot(tree)
-    logits(chunks, batch(9))
-    load(tree, snapshot(tree))
-    return str(caught.value)
-
-
-def test_a_tree_can_be_made_before_the_first_gather() -> None:
-    """Making it copies nothing, so only its use waits; the message says for what."""
-    for told in run_ranks(fresh_and_overlapped, 2):
-        assert "run a forward pass first" in told
-        assert "chunks[0].bucket_groups[0]" in told
-
-
-def test_weights_in_flight_are_refused() -> None:
-    """With overlap_param_gather the weights are stale between a step and the next forward."""
-    for told in run_ranks(use_in_flight, 2):
-        assert told.keys() == _USES.keys()
-        assert all("chunks[0]" in message for message in told.values()), told
 
 
 def use_offloaded(rank: int) -> list[str]:
