@@ -77,7 +77,7 @@ def planned(tree: Any, snap: Any) -> Plan:
         StructureMismatch: As `load`; it lists every problem of every kind.
         NotResident: As `load`, where all that is wrong is that memory is not there.
     """
-    tree = read_once(tree)
+    tree, snap = read_once(tree), read_once(snap)
     targets, spec = flatten(tree)
     sources, kept_spec = flatten(snap)
     paths, names = flatten_named(spec)
@@ -88,7 +88,7 @@ def planned(tree: Any, snap: Any) -> Plan:
     ]
     found = dict(zip(kept_paths, owned, strict=True))
     unpaired = pair_paths(dict(zip(paths, names, strict=True)), dict(zip(kept_paths, kept_names, strict=True)))
-    slices = [layout.data_parallel for layout in layouts_of(tree)], [layout.data_parallel for layout in layouts_of(snap)]
+    slices = ([layout.data_parallel for layout in layouts_of(side)] for side in (tree, snap))
     problems = [("structure", line) for line in [*unpaired, *pair_slices(*slices)]]
     writes, hand_over = [], []
     for path, name, target in zip(paths, names, targets, strict=True):
@@ -147,12 +147,12 @@ def write_plan(plan: Plan, *, tracked: bool) -> None:
 
 def _finish(plan: Plan, done: list[str]) -> None:
     hooks = dict.fromkeys(hook for one in plan.writes for hook in live_part(one.target).after)
-    for hook in hooks:
-        try:
+    try:
+        for hook in hooks:
             hook()
-        except Exception as error:
-            message = f"everything was written, but what has to follow failed ({error}); load again. Written:"
-            raise SnapError(message, done) from error
+    except Exception as error:
+        message = f"everything was written, but what has to follow failed ({error}); load again. Written:"
+        raise SnapError(message, done) from error
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:

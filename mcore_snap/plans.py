@@ -70,7 +70,7 @@ def pair_slices(live: Sequence[Slices], kept: Sequence[Slices]) -> list[str]:
     >>> pair_slices([((0, 2),)], [((0, 2),)])
     []
     >>> pair_slices([((0, 2),)], [((1, 2),)])
-    ["chunks[0]: expected this rank's slices of the flat buffers, rank 0 of 2, found this rank's slices of the flat buffers, rank 1 of 2; ..."]
+    ['chunks[0]: expected slices of rank 0 of 2, found slices of rank 1 of 2; load on each rank ...']
     """
     return [
         f"chunks[{index}]: expected {_slices(mine)}, found {_slices(found)}; load on each rank the snapshot that "
@@ -84,7 +84,7 @@ def _slices(slices: Slices) -> str:
     if slices is None:
         return "whole flat buffers"
     ranks = dict.fromkeys(f"rank {rank} of {size}" for rank, size in slices)
-    return f"this rank's slices of the flat buffers, {', '.join(ranks) or 'none'}"
+    return f"slices of {', '.join(ranks)}"
 
 
 def check_fit(expected: Expected, found: LeafSpec) -> str | None:

@@ -109,19 +109,22 @@ def _weights(index: int, chunk: nn.Module, *, dp_sharded: bool) -> Iterator[_Fou
 
 def _registered(index: int, chunk: nn.Module, buffers: Buffers) -> Iterator[_Found]:
     # `chunk.buffers` is a list on DDP; `named_buffers` is the module's own on every chunk.
-    transient = set() if buffers == "all" else set(_non_persistent(chunk))
+    left_out = {name for name, recomputed in _non_persistent(chunk) if recomputed or buffers == "persistent"}
     for name, buffer in chunk.named_buffers():
-        if name not in transient:
+        if name not in left_out:
             yield from _parts(index, "module_buffers", name, buffer)
 
 
-def _non_persistent(chunk: nn.Module) -> Iterator[str]:
+def _non_persistent(chunk: nn.Module) -> Iterator[tuple[str, bool]]:
     for prefix, module in chunk.named_modules():
+        # Yarn's tables of sines: made from the configuration alone, and anew with another shape when a
+        # sequence is longer. What they are good for stands in plain attributes, which no load reaches.
+        has_tables = hasattr(module, "max_seq_len_cached")
         for name in module._non_persistent_buffers_set:
-            yield f"{prefix}.{name}" if prefix else name
+            yield f"{prefix}.{name}" if prefix else name, has_tables and name.endswith("_cached")
 
 
-def _parts(
+def _parts(  # noqa: PLR0913 - where it was found, and what is known of it
     index: int,
     field: str,
     name: str,

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mcore_snap.errors import NotReady
 from mcore_snap.megatron.flat_buffers import bucket_groups
@@ -91,7 +91,16 @@ def _why_not(group: Any) -> str | None:
             "expected gathered weights, found a gather of the layer-wise optimizer due, which would receive into the "
             "gradients and clear them; run a forward pass first"
         )
+    if any(_is_freed(getattr(bucket, "param_data", None)) for bucket in group.buckets):
+        return (
+            "expected gathered weights, found a gather due for memory that is offloaded, with other ranks' old weights "
+            "in its host copy; bring the weights back first, or run a forward pass before offloading"
+        )
     return None
+
+
+def _is_freed(data: Any) -> bool:
+    return isinstance(data, Tensor) and data.numel() > 0 and not data.untyped_storage().nbytes()
 
 
 def _size(group: Any) -> int:

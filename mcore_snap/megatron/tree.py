@@ -85,7 +85,8 @@ def model_tree(
             DDP or not.
         buffers: Which registered buffers belong to the tree: ``"all"``, or only the ``"persistent"``
             ones that a state dict has. Routers count tokens in the others, so that a look-back
-            without them changes the training that follows.
+            without them changes the training that follows. Yarn's tables of sines are in neither:
+            they are made anew from the configuration.
         dp_sharded: With the distributed optimizer, keep of every flat buffer only the slices that
             this rank's optimizer owns: host memory and traffic divided by the data-parallel size.
             Taking a snapshot then communicates nothing and is never stale; `load` writes the slices

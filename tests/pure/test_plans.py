@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_snap.errors import Corrupt, FrozenError, NotReady, NotResident, SnapError, StructureMismatch
-from mcore_snap.plans import Expected, check_fit, pair_paths
+from mcore_snap.plans import Expected, check_fit, pair_paths, pair_slices
 from mcore_snap.specs import LeafSpec
 
 specs = st.builds(
@@ -80,3 +80,25 @@ def test_errors_are_caught_as_builtins_and_cross_processes(error, builtin):
     back = pickle.loads(pickle.dumps(made))
     assert (type(back), str(back), back.problems) == (error, str(made), ("a: wrong", "b: wrong"))
     assert str(error("alone")) == "alone"
+
+
+@pytest.mark.parametrize(
+    ("live", "kept", "said"),
+    [
+        ([None], [None], []),
+        ([((1, 4), (0, 2))], [((1, 4), (0, 2))], []),
+        ([((1, 4),)], [((2, 4),)], ["expected slices of rank 1 of 4, found slices of rank 2 of 4"]),
+        ([((0, 2),)], [((0, 4),)], ["expected slices of rank 0 of 2, found slices of rank 0 of 4"]),
+        ([((0, 2),)], [None], ["expected slices of rank 0 of 2, found whole flat buffers"]),
+        ([None], [((0, 2),)], ["expected whole flat buffers, found slices of rank 0 of 2"]),
+        ([None, ((0, 2), (0, 1))], [None, ((1, 2), (0, 1))], ["found slices of rank 1 of 2, rank 0 of 1"]),
+        ([None, None], [None], []),
+    ],
+)
+def test_slices_go_back_to_the_rank_that_they_are_of(live, kept, said) -> None:
+    """Slices of all ranks have the same shape, so only this tells them apart."""
+    found = pair_slices(live, kept)
+    assert len(found) == len(said)
+    for line, part in zip(found, said, strict=True):
+        assert part in line
+        assert line.startswith(f"chunks[{len(live) - 1}]: ")
