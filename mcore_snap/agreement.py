@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["agree"]
 
-Held: TypeAlias = "dict[str, str] | str"
+Held: TypeAlias = "dict[str, str] | SnapError"
 """Leaf name to digest; or, where a rank's tree could not be read, why."""
 
 Kind: TypeAlias = Literal["replicated", "expert", "local"]
@@ -44,7 +44,8 @@ def agree(snap: Any, group: ProcessGroup | None, *, expert_group: ProcessGroup |
     Args:
         snap: A snapshot, or a live tree.
         group: The data-parallel group, for instance what ``parallel_state.get_data_parallel_group(
-            with_context_parallel=True)`` gives; ``None`` for all ranks.
+            with_context_parallel=True)`` gives; ``None`` for all ranks. Of a fully sharded model, whose
+            ranks hold different shards, the group over which equal shards are replicated.
         expert_group: With expert parallelism, the group over which the same experts are replicated:
             ``parallel_state.get_expert_data_parallel_group()``. Leaves of experts are compared over
             it, all others over `group`. Without it, everything is compared over `group`.
@@ -67,11 +68,14 @@ def agree(snap: Any, group: ProcessGroup | None, *, expert_group: ProcessGroup |
     >>> distributed.destroy_process_group()
     """
     _check_groups(group, expert_group)
-    rest, experts, error = _hold(snap, apart=expert_group is not None)
+    rest, experts = _hold(snap, apart=expert_group is not None)
     expert_problems = [] if expert_group is None else _exchange(experts, [], expert_group)
     problems = _exchange(rest, expert_problems, group)
-    if problems or isinstance(rest, str):
-        raise Corrupt("the ranks do not hold the same version", problems) from error
+    if problems:
+        cause = rest if isinstance(rest, SnapError) else None
+        raise Corrupt("the ranks do not hold the same version", problems) from cause
+    if isinstance(rest, SnapError):
+        raise rest  # as every rank does
     return combine(rest, rest.values())
 
 
@@ -84,25 +88,25 @@ def _check_groups(*groups: ProcessGroup | None) -> None:
         raise StructureMismatch(message)
 
 
-def _hold(snap: Any, *, apart: bool) -> tuple[Held, Held, SnapError | None]:
-    """Return what this rank holds: what to compare in the group, what among experts' replicas, any error."""
+def _hold(snap: Any, *, apart: bool) -> tuple[Held, Held]:
+    """Return what this rank has to compare in the group, and what among the replicas of its experts."""
     # If a tree cannot be read, the other ranks are waiting for this one: it takes part, and says why.
     try:
         tree = read_once(snap)
     except SnapError as error:
-        return str(error), str(error), error
+        return error, error
     _check_whole(tree)
     try:
         names, digests = leaf_digests(tree)
     except SnapError as error:
-        return str(error), str(error), error
+        return error, error
     rest: dict[str, str] = {}
     experts: dict[str, str] = {}
     for name, digest, kind in zip(names, digests, _kinds(tree), strict=True):
         if kind != "local":
             held = experts if apart and kind == "expert" else rest
             held[name] = held.get(name, "") + digest  # two paths may read the same
-    return rest, experts, None
+    return rest, experts
 
 
 def _check_whole(tree: Any) -> None:
@@ -140,10 +144,10 @@ def _chunk_kinds(chunk: ChunkTree) -> Iterator[Kind]:
 
 def _exchange(mine: Held, told: Sequence[str], group: ProcessGroup | None) -> list[str]:
     """Compare over a group; return what differs on its ranks, and what any of them was told before."""
-    verdicts = _gather((combine(mine, mine.values()) if isinstance(mine, dict) else None, bool(told)), group)
-    if verdicts == [verdicts[0]] * len(verdicts) and verdicts[0][0] is not None and not verdicts[0][1]:
+    digest = combine(mine, mine.values()) if isinstance(mine, dict) else None
+    if len(set(_gather((digest, bool(told)), group))) == 1 and not told:
         return []
-    everything = _gather((mine, list(told)), group)
+    everything = _gather((mine if isinstance(mine, dict) else str(mine), list(told)), group)
     ranks = distributed.get_process_group_ranks(group or distributed.group.WORLD)
     by_rank = dict(zip(ranks, (held for held, _ in everything), strict=True))
     return [*_differences(by_rank), *dict.fromkeys(line for _, lines in everything for line in lines)]
@@ -156,7 +160,7 @@ def _gather(value: _T, group: ProcessGroup | None) -> list[_T]:
     return found
 
 
-def _differences(by_rank: Mapping[int, Held]) -> list[str]:
+def _differences(by_rank: Mapping[int, dict[str, str] | str]) -> list[str]:
     """Return one line per rank that could not read its tree, and one per leaf in which the others differ.
 
     >>> _differences({0: {"w": "aa"}, 1: {"w": "bb"}, 2: {"w": "aa"}})

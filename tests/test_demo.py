@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -23,7 +24,16 @@ from mcore_snap.testing.ranks import run_ranks
 FIRST = Step(1, 5.5, 8, 1.0, None, None, None, None)
 LATER = Step(2, 4.5, 8, 1.0, 2.0, old_log_probs_bitwise=True, weights_back_bitwise=True, distance=0.5)
 VERSIONS = dict.fromkeys(("python", "torch", "megatron-core", "mcore-snap"), "1.0")
-GOOD = Run(moe=False, ranks=1, device="cpu", versions=VERSIONS, leaves=1, dtypes=("bfloat16",), steps=(FIRST, LATER))
+GOOD = Run(
+    moe=False,
+    ranks=1,
+    device="cpu",
+    versions=VERSIONS,
+    leaves=1,
+    dtypes=("bfloat16",),
+    ranks_agree=None,
+    steps=(FIRST, LATER),
+)
 BROKEN: dict[str, dict[str, Any]] = {
     "old log-probabilities": {"old_log_probs_bitwise": False},
     "did not come back": {"weights_back_bitwise": False},
@@ -52,6 +62,7 @@ def test_real_training_keeps_every_promise(arguments: list[str]) -> None:
     assert run["broken"] == []
     assert run["moe"] is ("--moe" in arguments)
     assert run["ranks"] == (2 if "--ranks" in arguments else 1)
+    assert run["ranks_agree"] is (True if "--ranks" in arguments else None)
     assert set(run["versions"]) == set(VERSIONS)
     assert run["leaves"] >= (10 if "--moe" in arguments else 1)
     assert "bfloat16" in run["dtypes"]
@@ -104,12 +115,42 @@ def test_wrong_swap_is_noticed(swap: Any, promises: list[str]) -> None:
     assert all(promise in problem for promise, problem in zip(promises, problems, strict=True))
 
 
+def _with_another_model(rank: int) -> Run:
+    from mcore_snap.testing import gpt
+
+    other = functools.partial(gpt.gpt, seed=1234 + rank)
+    with mock.patch.object(gpt, "gpt", other):
+        return lookback.look_back(rank, 2, 2, moe=False)
+
+
+def test_ranks_with_different_versions_are_noticed() -> None:
+    """Each rank gets its own version back, bit for bit, so that nothing else would tell."""
+    run = merge(run_ranks(_with_another_model, 2))
+    assert broken_promises(run) == ["the ranks do not hold the same version 1"]
+    assert as_json(run)["ranks_agree"] is False
+
+
+def test_several_ranks_have_to_agree() -> None:
+    """One rank that was told otherwise is enough, and an answer that is missing is none."""
+    for answers in ([True, False], [False, True], [None, None]):
+        run = merge([replace(GOOD, ranks=2, ranks_agree=answer) for answer in answers])
+        assert broken_promises(run) == ["the ranks do not hold the same version 1"]
+    good = merge([replace(GOOD, ranks=2, ranks_agree=True)] * 2)
+    assert broken_promises(good) == []
+    pytest.importorskip("rich")
+    from mcore_snap.demo.report import sentence
+
+    assert "all 2 ranks held the same version 1" in sentence(good)
+    assert "held" not in sentence(GOOD)
+
+
 @pytest.mark.parametrize("promise", BROKEN)
 def test_broken_promise_gives_exit_status_1(promise: str) -> None:
     """Each promise is checked, on every rank, and named."""
     bad = with_later(**BROKEN[promise])
     assert (exit_status(GOOD), exit_status(bad)) == (0, 1)
-    for run in (bad, merge([GOOD, bad]), merge([bad, GOOD])):
+    good, agreed = replace(GOOD, ranks_agree=True), replace(bad, ranks_agree=True)
+    for run in (bad, merge([good, agreed]), merge([agreed, good])):
         (problem,) = as_json(run)["broken"]
         assert promise in problem
         assert "step 2" in problem

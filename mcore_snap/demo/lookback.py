@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 
-from mcore_snap import fingerprint, load, model_tree, named_leaves, snapshot, swapped
+from mcore_snap import Corrupt, agree, fingerprint, load, model_tree, named_leaves, snapshot, swapped
 from mcore_snap.demo.records import Run, Step
 from mcore_snap.demo.text import VOCABULARY, batches
 
@@ -69,6 +69,7 @@ def look_back(rank: int, ranks: int, steps: int, moe: bool) -> Run:  # noqa: FBT
 
     tree = model_tree(chunks)
     version_1, first_ms = _timed(lambda: snapshot(tree))
+    ranks_agree = _agree(version_1) if ranks > 1 else None
     # What every look-back has to give, by the model itself and without this library.
     expected = [_bits(gpt.log_probs(chunks, tokens)) for tokens in texts]
 
@@ -95,8 +96,23 @@ def look_back(rank: int, ranks: int, steps: int, moe: bool) -> Run:  # noqa: FBT
         versions=_versions(),
         leaves=len(kept),
         dtypes=tuple(sorted({str(leaf.dtype).removeprefix("torch.") for leaf in kept})),
+        ranks_agree=ranks_agree,
         steps=tuple(records),
     )
+
+
+def _agree(version_1: Any) -> bool:
+    from megatron.core import parallel_state  # noqa: PLC0415 - see look_back
+
+    try:
+        agree(
+            version_1,
+            parallel_state.get_data_parallel_group(with_context_parallel=True),
+            expert_group=parallel_state.get_expert_data_parallel_group(),
+        )
+    except Corrupt:
+        return False
+    return True
 
 
 def _one_look_back(

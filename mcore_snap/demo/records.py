@@ -49,6 +49,7 @@ class Run:
         versions: Package name to version.
         leaves: Leaves of the model's tree on one rank.
         dtypes: Their dtypes, sorted.
+        ranks_agree: Whether all ranks held the same version 1; ``None`` with one rank.
         steps: What each step gave.
     """
 
@@ -58,6 +59,7 @@ class Run:
     versions: dict[str, str]
     leaves: int
     dtypes: tuple[str, ...]
+    ranks_agree: bool | None
     steps: tuple[Step, ...]
 
 
@@ -68,7 +70,12 @@ def merge(runs: Sequence[Run]) -> Run:
         runs: One or more, of the same steps, in rank order.
     """
     by_step = zip(*(run.steps for run in runs), strict=True)
-    return replace(runs[0], ranks=len(runs), steps=tuple(_merge_steps(steps) for steps in by_step))
+    return replace(
+        runs[0],
+        ranks=len(runs),
+        ranks_agree=_all([run.ranks_agree for run in runs]),
+        steps=tuple(_merge_steps(steps) for steps in by_step),
+    )
 
 
 def broken_promises(run: Run) -> list[str]:
@@ -80,6 +87,8 @@ def broken_promises(run: Run) -> list[str]:
     looked_back = [step for step in run.steps if step.old_log_probs_bitwise is not None]
     if not looked_back:
         problems.append("no step looked back, so nothing was shown")
+    if run.ranks > 1 and not run.ranks_agree:
+        problems.append("the ranks do not hold the same version 1")
     for step in looked_back:
         if not step.old_log_probs_bitwise:
             problems.append(f"step {step.step}: the old log-probabilities are not bitwise those of version 1")

@@ -51,8 +51,9 @@ def sentence(run: Run) -> str:
     looks = sum(step.old_log_probs_bitwise is not None for step in run.steps)
     times = "once" if looks == 1 else f"{looks} times"
     leaves = "1 leaf" if run.leaves == 1 else f"{run.leaves} leaves"
+    held = f"; all {run.ranks} ranks held the same version 1" if run.ranks_agree else ""
     return (
-        f"Version 1 was live again {times}, bit for bit, and the current weights came back each time "
+        f"Version 1 was live again {times}, bit for bit, and the current weights came back each time{held} "
         f"({leaves} of {', '.join(run.dtypes)}; megatron-core {run.versions['megatron-core']}, "
         f"torch {run.versions['torch']})."
     )
