@@ -6,11 +6,11 @@ import sys
 from collections.abc import Iterator
 from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
 
 from mcore_snap.errors import NotReady
 
-__all__ = ["reshard"]
+__all__ = ["reshard", "unsharded"]
 
 _HOMES: Final = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
 
@@ -38,6 +38,24 @@ def reshard(chunk: nn.Module) -> None:
         raise NotReady("the weights are in flight; nothing was read or written", problems)
     for _, module in sharded:
         module.reshard()
+
+
+def unsharded(chunk: nn.Module) -> dict[Tensor, Tensor]:
+    """Return, for each parameter that FSDP2 shards, the parameter that it is gathered into.
+
+    That one computes, and autograd's graphs hold it. It counts its versions apart from the shards,
+    its memory is freed between uses, and it is only there once it was gathered.
+
+    >>> unsharded(nn.Linear(2, 1))
+    {}
+    """
+    return {
+        one.sharded_param: whole
+        for _, module in _sharded_modules(chunk)
+        for group in _parameter_groups(module)
+        for one in getattr(group, "fsdp_params", ())
+        if isinstance(whole := getattr(one, "_unsharded_param", None), Tensor)
+    }
 
 
 def _sharded_modules(chunk: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ from mcore_snap.errors import StructureMismatch
 from mcore_snap.words import problem_with
 
 __all__ = ["Sharded", "gathers_unchanged", "megatron_fsdp", "settle_gathers"]
+
+_HYBRID: Final = ("hsdp_wbuf", "hfsdp_helper_wbuf", "hfsdp_helper_wtbuf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,6 @@ class _Gathers(NamedTuple):
         groups: Parameter groups; a bucket's number is its group's index.
         names: Each raw parameter's name.
         pipeline: Which buckets are gathered, and how far.
-        index: Process groups of hybrid sharding, if the version has it.
     """
 
     prefix: str
@@ -52,7 +53,6 @@ class _Gathers(NamedTuple):
     groups: Sequence[Any]
     names: dict[Tensor, str]
     pipeline: Any
-    index: Any
 
 
 def megatron_fsdp(chunk: nn.Module) -> Sharded | None:
@@ -69,7 +69,8 @@ def megatron_fsdp(chunk: nn.Module) -> Sharded | None:
         chunk: A model chunk: Megatron-Core's wrapper, from 0.12 on, or a bare MegatronFSDP.
 
     Raises:
-        StructureMismatch: The parameters are quantized: their scales lie outside the buffers.
+        StructureMismatch: The parameters are quantized, so that their scales lie outside the buffers; or
+            sharding is hybrid, over two levels of ranks.
 
     >>> megatron_fsdp(nn.Linear(2, 1)) is None
     True
@@ -77,6 +78,14 @@ def megatron_fsdp(chunk: nn.Module) -> Sharded | None:
     found = _gathers(chunk)
     if found is None:
         return None
+    hybrid = [
+        f"parameter group {index}: expected one level of sharding, found two (HSDP, HFSDP); use one distributed "
+        "optimizer instance"
+        for index, group in enumerate(found.groups)
+        if any(getattr(group, name, None) is not None for name in _HYBRID)
+    ]
+    if hybrid:
+        raise StructureMismatch("hybrid sharding of Megatron-FSDP cannot be kept", hybrid)
     raw = [(found.prefix + found.names[one], one) for group in found.groups for one in group.params]
     quantized = [
         f"{name}: expected plain weights, found {type(_local(one)).__name__}; build the model without FP8 parameters"
@@ -115,7 +124,6 @@ def settle_gathers(chunk: nn.Module) -> None:
         for key, status in found.pipeline.bucket_status.items():
             group = found.groups[_number(key)]
             if not _is_gathered(status):
-                _gather_outer(found, group, transposed=_transposed(key))
                 _gather_whole(group, transposed=_transposed(key))
 
 
@@ -163,7 +171,7 @@ class _GatherAgain:
             return
         with torch.no_grad():
             for key, status in found.pipeline.bucket_status.items():
-                buffer = _gathered_from(found.groups[_number(key)], transposed=_transposed(key))
+                buffer = _weights(found.groups[_number(key)], transposed=_transposed(key))
                 if buffer is not None and buffer.is_data_distributed and _is_gathered(status):
                     _all_gather(buffer.fetch_bucket().data, buffer.get_shard_from_local_buffer(), buffer)
 
@@ -174,41 +182,21 @@ def _gathers(chunk: nn.Module) -> _Gathers | None:
         pipeline = getattr(module, "all_gather_pipeline", None)
         buffer: Any = getattr(module, "param_and_grad_buffer", None)
         if pipeline is not None and hasattr(buffer, "parameter_groups"):
-            index = getattr(buffer, "dist_index", None)
-            return _Gathers(prefix, module, buffer.parameter_groups, buffer.param_to_name, pipeline, index)
+            return _Gathers(prefix, module, buffer.parameter_groups, buffer.param_to_name, pipeline)
     return None
 
 
 def _memory_of(group: Any) -> Iterator[Tensor]:
     buffers = [
-        _gathered_from(group, transposed=False),
-        _gathered_from(group, transposed=True),
+        _weights(group, transposed=False),
+        _weights(group, transposed=True),
         getattr(group, "main_weight_buffer", None),
     ]
     return (buffer.data for buffer in buffers if buffer is not None)
 
 
-def _helper(group: Any, *, transposed: bool) -> Any:
-    """Return the buffer of hybrid sharding that holds the shards of all outer ranks, if there is one."""
-    if transposed:
-        return getattr(group, "hfsdp_helper_wtbuf", None)
-    return getattr(group, "hsdp_wbuf", None) or getattr(group, "hfsdp_helper_wbuf", None)
-
-
 def _weights(group: Any, *, transposed: bool) -> Any:
     return getattr(group, "transpose_weight_buffer" if transposed else "model_weight_buffer", None)
-
-
-def _gathered_from(group: Any, *, transposed: bool) -> Any:
-    return _helper(group, transposed=transposed) or _weights(group, transposed=transposed)
-
-
-def _gather_outer(found: _Gathers, group: Any, *, transposed: bool) -> None:
-    # As the pipeline does before the first microbatch of a step.
-    helper = _helper(group, transposed=transposed)
-    if helper is not None:
-        outer = found.index.get_outer_fsdp_group()
-        torch.distributed.all_gather_into_tensor(helper.data, _weights(group, transposed=transposed).data, group=outer)
 
 
 def _gather_whole(group: Any, *, transposed: bool) -> None:

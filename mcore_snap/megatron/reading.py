@@ -13,10 +13,12 @@ from mcore_snap.layouts import Layout, Placement
 from mcore_snap.live import Live, mark_live
 from mcore_snap.megatron.extra_state import extra_state_leaves
 from mcore_snap.megatron.flat_buffers import flat_buffers
+from mcore_snap.megatron.fsdp2 import unsharded
 from mcore_snap.megatron.inner_tensors import inner_tensors
 from mcore_snap.megatron.megatron_fsdp import megatron_fsdp
 from mcore_snap.megatron.residency import resident
 from mcore_snap.megatron.shards import GatherShards, Shard, shards
+from mcore_snap.megatron.transformer_engine import ForgetCopies, keeps_copies
 from mcore_snap.nodes import ChunkTree
 from mcore_snap.words import has_storage, plain, problem_with, region_of
 
@@ -81,6 +83,10 @@ def read_chunks(
         for index, chunk in enumerate(chunks)
         for one in (*_weights(index, chunk, dp_sharded=dp_sharded), *_registered(index, chunk, buffers))
     ]
+    forgetting = {index: ForgetCopies(chunk) for index, chunk in enumerate(chunks) if keeps_copies(chunk)}
+    for one in found:
+        if one.chunk in forgetting and one.field != "module_buffers":
+            one.after = (*one.after, forgetting[one.chunk])
     _settle_holders(found)
     return tuple(_chunk_tree(index, chunk, found) for index, chunk in enumerate(chunks))
 
@@ -103,8 +109,11 @@ def _weights(index: int, chunk: nn.Module, *, dp_sharded: bool) -> Iterator[_Fou
         else:
             yield _Found(index, flat.field, number, flat.data, resident(flat.buffer, flat.data))
             counts[flat.field] = number + 1
+    wholes = unsharded(chunk)
     for name, parameter in chunk.named_parameters():
-        yield from _parts(index, "parameters", name, parameter, expert=not getattr(parameter, "allreduce", True))
+        counted = (wholes[parameter],) if parameter in wholes else ()
+        expert = not getattr(parameter, "allreduce", True)
+        yield from _parts(index, "parameters", name, parameter, counted=counted, expert=expert)
 
 
 def _registered(index: int, chunk: nn.Module, buffers: Buffers) -> Iterator[_Found]:
@@ -130,18 +139,19 @@ def _parts(  # noqa: PLR0913 - where it was found, and what is known of it
     name: str,
     tensor: Tensor,
     *,
+    counted: tuple[Tensor, ...] = (),
     after: tuple[Callable[[], None], ...] = (),
     expert: bool = False,
 ) -> Iterator[_Found]:
     inner = inner_tensors(tensor)
     if inner is None:
-        yield _Found(index, field, name, tensor, tensor, after=after, expert=expert)
+        yield _Found(index, field, name, tensor, tensor, counted, after, expert)
         return
     if inner.after is not None:
         after = (*after, inner.after)
     for suffix, part in inner.parts:
         key = f"{name}.{suffix}" if suffix else name
-        yield _Found(index, field, key, part, part, counted=(tensor,), after=after, expert=expert)
+        yield _Found(index, field, key, part, part, (tensor, *counted), after, expert)
 
 
 def _settle_holders(found: list[_Found]) -> None:

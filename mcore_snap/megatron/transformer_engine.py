@@ -17,16 +17,17 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mcore_snap.words import problem_with
 
-__all__ = ["Refresh", "engine_parts", "from_engine"]
+__all__ = ["ForgetCopies", "Refresh", "engine_parts", "from_engine", "keeps_copies"]
 
 Parts: TypeAlias = tuple[tuple[str, Tensor], ...]
 
 _ROWWISE: Final = ("_rowwise_data", "_rowwise_scale_inv")
 _COLUMNWISE: Final = ("_columnwise_data", "_columnwise_scale_inv")
+_COPIES: Final = "_fp8_workspaces"
 _HALVES: Final = ("_rowwise_storage", "_columnwise_storage")
 _GROUP: Final = (
     *("rowwise_data", "scale_inv", "amax", "columnwise_data", "columnwise_scale_inv", "columnwise_amax"),
@@ -74,12 +75,7 @@ _FORMATS: Final = {
     "MXFP8Tensor": _Format(_ROWWISE, _COLUMNWISE, lambda _: False),
     "NVFP4Tensor": _Format((*_ROWWISE, "_amax_rowwise"), (*_COLUMNWISE, "_amax_columnwise"), _tiles_are_square),
 }
-_MORE: Final = {  # what tells these classes from others of the same name
-    "Float8Tensor": ("_transpose_invalid",),
-    "Float8BlockwiseQTensor": ("_is_2D_scaled",),
-    "MXFP8Tensor": (),
-    "NVFP4Tensor": ("_quantizer",),
-}
+_HOW: Final = {"Float8BlockwiseQTensor": ("_is_2D_scaled",), "NVFP4Tensor": ("_quantizer",)}
 
 
 def from_engine(tensor: object) -> bool:
@@ -138,6 +134,33 @@ class Refresh:
         return id(self.tensor)
 
 
+def keeps_copies(chunk: nn.Module) -> bool:
+    """Tell whether modules of a chunk keep quantized copies of weights that are not quantized themselves.
+
+    >>> keeps_copies(nn.Linear(1, 1))
+    False
+    """
+    return any(isinstance(getattr(module, _COPIES, None), dict) for module in chunk.modules())
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetCopies:
+    """Drops the quantized copies of weights that a chunk's modules keep from one microbatch to the next.
+
+    Otherwise a forward pass that is not the first one of its step would use the copies, and one that
+    is would write over what an outer backward pass still needs. A copy that is not there is made anew.
+    """
+
+    chunk: nn.Module
+
+    def __call__(self) -> None:
+        """Empty what is there; graphs made before keep what they saved."""
+        for module in self.chunk.modules():
+            copies = getattr(module, _COPIES, None)
+            if isinstance(copies, dict):
+                copies.clear()
+
+
 def _is_theirs(tensor: object) -> bool:
     return any(cls.__module__.partition(".")[0] == "transformer_engine" for cls in type(tensor).__mro__)
 
@@ -153,14 +176,14 @@ def _kind(tensor: object) -> str | None:
 
 def _telling(kind: str) -> tuple[str, ...]:
     if kind in _FORMATS:
-        return (*_FORMATS[kind].rowwise, *_FORMATS[kind].columnwise, *_MORE[kind])
+        return (*_FORMATS[kind].rowwise, *_FORMATS[kind].columnwise, *_HOW.get(kind, ()))
     own = {"GroupedTensor": ("rowwise_data", "columnwise_data", "quantized_tensors"), "IdentityTensor": ("_hp_data",)}
     return own.get(kind, _HALVES)
 
 
 def _format_parts(tensor: Any, layout: _Format) -> Parts | None:
     by_row, by_column = (getattr(tensor, names[0]) is not None for names in (layout.rowwise, layout.columnwise))
-    if by_row and (layout.is_cache(tensor) or not by_column):
+    if by_row and layout.is_cache(tensor):
         return _present(tensor, layout.rowwise)
     if by_row:
         return _present(tensor, (*layout.rowwise, *layout.columnwise))

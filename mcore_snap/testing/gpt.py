@@ -7,21 +7,24 @@ provides all three. Every function is deterministic.
 
 from __future__ import annotations
 
-import dataclasses
+import inspect
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_snap.testing.cpu import cuda_as_cpu
+from mcore_snap.testing.forward import forward
+from mcore_snap.testing.training import optimizer, train_step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -40,14 +43,18 @@ def gpt(
     bf16: bool = True,
     tied: bool = False,
     chunks: int = 1,
+    pipeline: int = 1,
+    tensor_parallel: int = 1,
     expert_parallel: int = 1,
     expert_buffers: bool = False,
     overlap: bool = False,
+    ddp_settings: Mapping[str, object] | None = None,
     vocab: int = 64,
     seq: int = 8,
     layers: int = 2,
     hidden: int = 32,
     freeze: Callable[[str], bool] | None = None,
+    prepare: Callable[[nn.Module], None] | None = None,
     seed: int = 1234,
     bias_update_rate: float = 0.5,
 ) -> list[nn.Module]:
@@ -59,32 +66,38 @@ def gpt(
         distributed_optimizer: Keep the weights in DDP's flat parameter buffers.
         bf16: Wrap each chunk in Float16Module.
         tied: Share the embedding and the output weights.
-        chunks: Number of virtual pipeline stages, all on this rank.
+        chunks: Number of virtual pipeline stages on this rank.
+        pipeline: Ranks that share the layers; as given to ``initialize_model_parallel``, and more than
+            one needs :mod:`mcore_snap.testing.pipelines` to run.
+        tensor_parallel: Ranks that share each weight; as given to ``initialize_model_parallel``.
         expert_parallel: Ranks that share the experts; as given to ``initialize_model_parallel``.
         expert_buffers: Mark the experts so that DDP keeps them in ``expert_parallel_buffers`` even
             where `expert_parallel` is 1.
         overlap: Overlap the gradient reduction and the parameter gather with computation.
+        ddp_settings: Further settings of DistributedDataParallelConfig, which win over these here.
         vocab: Number of tokens.
         seq: Longest sequence, in tokens.
         layers: Transformer layers over all chunks.
         hidden: Width, a multiple of four.
         freeze: Says by name (of the unwrapped module) which parameters need no gradient.
+        prepare: Called with each chunk's bare module before it is wrapped.
         seed: Seed of the initial weights. The caller's random state is left as it was.
         bias_update_rate: Step of the expert bias; large, so that a few steps change the routing.
 
     Raises:
         ValueError: The layers cannot be divided among the chunks, or embeddings are to be tied
-            across chunks.
+            across chunks of one rank.
     """
-    if layers % chunks:
-        msg = f"expected layers to be a multiple of chunks, got layers={layers}, chunks={chunks}"
+    if layers % (pipeline * chunks):
+        msg = f"expected layers to be a multiple of chunks, got {layers=}, {chunks=}, {pipeline=}"
         raise ValueError(msg)
-    if tied and chunks > 1:
+    if tied and chunks > 1 and pipeline == 1:
         msg = "expected one chunk for tied embeddings: two chunks hold two parameters, not one"
         raise ValueError(msg)
     dtype = torch.bfloat16 if bf16 else torch.float32
     config = TransformerConfig(
-        num_layers=layers // chunks,
+        # Megatron divides the layers itself among real pipeline stages.
+        num_layers=layers if pipeline > 1 else layers // chunks,
         hidden_size=hidden,
         num_attention_heads=_HEADS,
         ffn_hidden_size=2 * hidden,
@@ -97,120 +110,56 @@ def gpt(
         bf16=bf16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
+        tensor_model_parallel_size=tensor_parallel,
         expert_model_parallel_size=expert_parallel,
+        **(_pipeline_settings(pipeline, chunks) if pipeline > 1 else {}),
         **(_moe_settings(hidden, bias_update_rate) if moe else {}),
     )
 
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+
     def build(index: int) -> nn.Module:
-        module: nn.Module = GPTModel(
-            config,
-            get_gpt_layer_local_spec(num_experts=config.num_moe_experts),
-            vocab_size=vocab,
-            max_sequence_length=seq,
-            pre_process=index == 0,
-            post_process=index == chunks - 1,
-            share_embeddings_and_output_weights=tied,
-            position_embedding_type="rope",
-        ).to(_device())
+        if pipeline > 1 and chunks > 1:
+            parallel_state.set_virtual_pipeline_model_parallel_rank(index)
+        # Tied embeddings of two ranks are made equal by a collective on CUDA memory.
+        with cuda_as_cpu() if pipeline > 1 else nullcontext():
+            module: nn.Module = GPTModel(
+                config,
+                get_gpt_layer_local_spec(num_experts=config.num_moe_experts),
+                vocab_size=vocab,
+                max_sequence_length=seq,
+                pre_process=stage == 0 and index == 0,
+                post_process=stage == pipeline - 1 and index == chunks - 1,
+                share_embeddings_and_output_weights=tied,
+                position_embedding_type="rope",
+                **(_virtual_stage(index) if pipeline > 1 and chunks > 1 else {}),
+            ).to(_device())
         for name, parameter in module.named_parameters():
             if expert_buffers and ".experts." in name:
                 vars(parameter)["allreduce"] = False  # how DDP tells experts from the rest
             if freeze is not None and freeze(name):
                 parameter.requires_grad = False
+        if prepare is not None:
+            prepare(module)
         if bf16:
             module = Float16Module(config, module)
         if ddp:
-            settings = DistributedDataParallelConfig(
-                use_distributed_optimizer=distributed_optimizer,
-                overlap_grad_reduce=overlap,
-                overlap_param_gather=overlap,
-                bucket_size=_BUCKET if overlap else None,
-                grad_reduce_in_fp32=True,
-            )
+            settings: dict[str, Any] = {
+                "use_distributed_optimizer": distributed_optimizer,
+                "overlap_grad_reduce": overlap,
+                "overlap_param_gather": overlap,
+                "bucket_size": _BUCKET if overlap else None,
+                "grad_reduce_in_fp32": True,
+            } | dict(ddp_settings or {})
             # As Megatron does it: only the first chunk is worth splitting into buckets.
-            module = DistributedDataParallel(config, settings, module, disable_bucketing=index > 0)
+            module = DistributedDataParallel(
+                config, DistributedDataParallelConfig(**settings), module, disable_bucketing=index > 0
+            )
         return module
 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return [build(index) for index in range(chunks)]
-
-
-def optimizer(chunks: Sequence[nn.Module], lr: float = 0.05) -> Any:
-    """Megatron-Core's own Adam for DDP-wrapped chunks; plain torch SGD for chunks without DDP.
-
-    Args:
-        chunks: What :func:`gpt` returned.
-        lr: Learning rate.
-    """
-    if not isinstance(chunks[0], DistributedDataParallel):
-        trained = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
-        return torch.optim.SGD(trained, lr=lr)
-    settings = chunks[0].ddp_config
-    bf16 = bool(chunks[0].config.bf16)
-    options = {
-        "optimizer": "adam",
-        "lr": lr,
-        "weight_decay": 0.0,
-        "clip_grad": 0.0,
-        "bf16": bf16,
-        "params_dtype": torch.bfloat16 if bf16 else torch.float32,
-        "use_distributed_optimizer": settings.use_distributed_optimizer,
-        "overlap_param_gather": settings.overlap_param_gather,
-    }
-    known = {field.name for field in dataclasses.fields(OptimizerConfig)}
-    config = OptimizerConfig(**{name: value for name, value in options.items() if name in known})
-    with cuda_as_cpu():
-        return get_megatron_optimizer(config, list(chunks))
-
-
-def train_step(
-    chunks: Sequence[nn.Module],
-    optimizer: Any,
-    tokens: Tensor,
-    labels: Tensor | None = None,
-    *,
-    pause: Callable[[str], None] | None = None,
-) -> float:
-    """Do one whole training step and return its loss.
-
-    Args:
-        chunks: What :func:`gpt` returned; run one after the other on this rank.
-        optimizer: What :func:`optimizer` returned for them.
-        tokens: Token numbers, shaped (batch, sequence).
-        labels: Tokens to predict; by default each position's next token.
-        pause: Called inside the step with ``"forward"``, ``"backward"``, and ``"finalize"``, each
-            time right after what it names. After ``"finalize"`` only the optimizer's step is left.
-
-    Raises:
-        RuntimeError: The optimizer skipped the step.
-    """
-    pause = pause or _go_on
-    wrapped = isinstance(chunks[0], DistributedDataParallel)
-    chunk: Any  # DDP's own methods are not nn.Module's
-    for chunk in chunks:
-        chunk.train()
-        if wrapped:
-            chunk.zero_grad_buffer()
-    optimizer.zero_grad()
-    labels = tokens.roll(-1, dims=1) if labels is None else labels
-    loss = _forward(chunks, tokens, labels).float().mean()
-    pause("forward")
-    loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
-    pause("backward")
-    if wrapped:
-        # Reduces the gradients, updates expert biases, and resets the routers' counters.
-        finalize_model_grads(list(chunks))
-    pause("finalize")
-    if wrapped:
-        with cuda_as_cpu():
-            done, _, _ = optimizer.step()
-        if not done:
-            msg = "the optimizer skipped the step: a gradient was not finite"
-            raise RuntimeError(msg)
-    else:
-        optimizer.step()
-    return float(loss.item())
 
 
 def logits(chunks: Sequence[nn.Module], tokens: Tensor) -> Tensor:
@@ -220,7 +169,7 @@ def logits(chunks: Sequence[nn.Module], tokens: Tensor) -> Tensor:
     (``train`` or ``eval``) as it is.
     """
     with torch.no_grad():
-        return _forward(chunks, tokens, None).clone()
+        return forward(chunks, tokens, None).clone()
 
 
 def log_probs(chunks: Sequence[nn.Module], tokens: Tensor) -> Tensor:
@@ -236,28 +185,18 @@ def batch(seed: int, rank: int = 0, *, vocab: int = 64, seq: int = 8, size: int 
     return torch.randint(0, vocab, (size, seq), generator=generator).to(_device())
 
 
-def _forward(chunks: Sequence[nn.Module], tokens: Tensor, labels: Tensor | None) -> Tensor:
-    size, seq = tokens.shape
-    positions = torch.arange(seq, device=tokens.device).expand(size, seq)
-    # True hides. Given explicitly because Megatron would build its own on the CUDA device.
-    mask = torch.ones(seq, seq, dtype=torch.bool, device=tokens.device).triu(1)[None, None]
-    output: Tensor | None = None
-    for chunk in chunks:
-        if output is not None:
-            model = _unwrapped(chunk)
-            # Float16Module widens what every chunk returns, here also the hidden states.
-            model.set_input_tensor(output.to(model.config.params_dtype))
-        output = chunk(tokens, positions, mask, labels=labels)
-    if output is None:
-        msg = "expected at least one chunk, got none"
-        raise ValueError(msg)
-    return output
+def _pipeline_settings(pipeline: int, chunks: int) -> dict[str, object]:
+    return {
+        "pipeline_model_parallel_size": pipeline,
+        "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
+        # gloo pairs messages of two ranks by their order, which batches do not keep.
+        "batch_p2p_comm": False,
+    }
 
 
-def _unwrapped(chunk: nn.Module) -> Any:
-    while isinstance(chunk, (DistributedDataParallel, Float16Module)):
-        chunk = chunk.module
-    return chunk
+def _virtual_stage(index: int) -> dict[str, int]:
+    # From 0.13 on the model is told its stage; before, it asks the parallel state.
+    return {"vp_stage": index} if "vp_stage" in inspect.signature(GPTModel).parameters else {}
 
 
 def _moe_settings(hidden: int, bias_update_rate: float) -> dict[str, object]:
@@ -279,7 +218,3 @@ def _device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-def _go_on(moment: str) -> None:
-    del moment
