@@ -169,6 +169,7 @@ BAD: Final[dict[str, tuple[type[SnapError], Callable[[], Any]]]] = {
     "sparse": (StructureMismatch, lambda: torch.eye(2).to_sparse()),
     "quantized": (StructureMismatch, _quantized),
     "subclass": (StructureMismatch, lambda: TwoTensor(torch.ones(4), torch.ones(4))),
+    "jagged": (StructureMismatch, lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)),
     "number": (StructureMismatch, lambda: 3.5),
     "text": (StructureMismatch, lambda: "weights"),
     "list of numbers": (StructureMismatch, lambda: [1, 2]),
@@ -193,7 +194,7 @@ def test_a_leaf_of_a_wrong_kind(kind: str, use: Callable[[Any], Any]) -> None:
     assert good.tolist() == [7.0] * 3
 
 
-@pytest.mark.parametrize("kind", ["meta", "freed", "sparse", "subclass"])
+@pytest.mark.parametrize("kind", ["meta", "freed", "sparse", "jagged"])
 def test_a_parameter_of_a_wrong_kind(kind: str) -> None:
     """The same inside a model, by the parameter's name, whether the tree was made before or not."""
     error, make = BAD[kind]

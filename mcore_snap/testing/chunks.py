@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 Backing: TypeAlias = Literal["flat", "none", "shared"]
 """What `param_data` is: the memory of the parameters, None, or memory of the gradients, lent."""
 
+HostCopy: TypeAlias = Literal["param_data_cpu", "cpu_data", "nowhere"]
+"""Where an offloaded buffer keeps its host copy: Megatron-Core's attribute, verl's on the tensor, or none."""
+
 
 class FlatBuffer:
     """Holds the parameters of one dtype in one tensor, as Megatron-Core's `_ParamAndGradBuffer` does.
@@ -35,6 +38,8 @@ class FlatBuffer:
         self.numel = end + gap
         self.grad_data = torch.zeros(self.numel, dtype=torch.float32)
         self.param_data: torch.Tensor | None = None
+        self.param_data_cpu: torch.Tensor | None = None
+        self.param_data_size = 0  # elements
         self.buckets: list[Any] = []
         if backing == "flat":
             raw = torch.zeros(self.numel * self.param_dtype.itemsize, dtype=torch.uint8)
@@ -48,6 +53,82 @@ class FlatBuffer:
                 carrier(view).copy_(carrier(param.detach()))
                 param.data = view
             param.main_grad = self.grad_data[start:stop].view(param.shape)  # type: ignore[attr-defined]
+
+    def offload(self, to: HostCopy = "param_data_cpu") -> None:
+        """Free the memory of the parameters, which keep their shapes, after a copy to where `to` says."""
+        if self.param_data is None:
+            return
+        kept = self.param_data.clone()
+        if to == "param_data_cpu":
+            self.param_data_cpu = kept
+        elif to == "cpu_data":
+            vars(self.param_data)["cpu_data"] = kept
+        self.param_data_size = kept.numel()
+        self.param_data.untyped_storage().resize_(0)
+
+    def reload(self) -> None:
+        """Bring the parameters back from the host copy, which stays where it is, as in Megatron-Core."""
+        kept = self.host_copy()
+        if self.param_data is None or kept is None:
+            return
+        self.param_data.untyped_storage().resize_(kept.nbytes)
+        carrier(self.param_data).copy_(carrier(kept))
+
+    def host_copy(self) -> torch.Tensor | None:
+        """Return the host copy, or None while the memory of the parameters is there, or where there is no copy."""
+        if self.param_data is None or self.param_data.untyped_storage().nbytes():
+            return None
+        kept = vars(self.param_data).get("cpu_data")
+        return self.param_data_cpu if kept is None else kept
+
+
+class GatherGroup:
+    """A bucket group under overlapped parameter gathers: values land when its gather is finished, and not before.
+
+    Attributes:
+        started: How many gathers were dispatched.
+        finished: For each call of `finish_param_sync`, whether the next group was left alone.
+        landed: How many gathers landed.
+        next_param_gather_bucket_group: Dispatched on finishing, unless told not to.
+    """
+
+    def __init__(self, *arriving: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Take pairs of memory that a gather writes and the values that the other ranks send."""
+        self.arriving = [(target, values.clone()) for target, values in arriving]
+        self.buckets: list[Any] = []
+        self.param_gather_dispatched = False
+        self.param_gather_handle: object | None = None
+        self.next_param_gather_bucket_group: GatherGroup | None = None
+        self.started = 0
+        self.finished: list[bool] = []
+        self.landed = 0
+
+    def start_param_sync(self, force_sync: bool = False) -> None:  # noqa: FBT001, FBT002 - Megatron-Core's signature
+        """Dispatch a gather; with `force_sync` it lands at once."""
+        if self.param_gather_handle is not None:
+            msg = "a gather was dispatched while another one is under way"
+            raise RuntimeError(msg)
+        self.started += 1
+        self.param_gather_dispatched = True
+        self.param_gather_handle = object()
+        if force_sync:
+            self._land()
+
+    def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None:  # noqa: FBT001, FBT002 - the same
+        """Dispatch the gather if it is due, and let it land."""
+        self.finished.append(skip_next_bucket_dispatch)
+        if not self.param_gather_dispatched:
+            self.start_param_sync()
+        if self.param_gather_handle is not None:
+            self._land()
+            if self.next_param_gather_bucket_group is not None and not skip_next_bucket_dispatch:
+                self.next_param_gather_bucket_group.start_param_sync()
+
+    def _land(self) -> None:
+        for target, values in self.arriving:
+            carrier(target).copy_(carrier(values))
+        self.param_gather_handle = None
+        self.landed += 1
 
 
 class DDPLike(nn.Module):
@@ -95,6 +176,27 @@ class ExtraState(nn.Module):
         """Take the state back."""
         self.history = list(state["history"])
         self.scale = state["scale"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Let everything through."""
+        return x
+
+
+class AnyState(nn.Module):
+    """Has the extra state that it is given, whatever that is: None, a file, a tensor, nested objects."""
+
+    def __init__(self, state: Any = None) -> None:
+        """Start from `state`."""
+        super().__init__()
+        self.state = state
+
+    def get_extra_state(self) -> Any:
+        """Return the state itself, not a copy."""
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        """Take it back."""
+        self.state = state
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Let everything through."""

@@ -103,7 +103,7 @@ def stage_main_parameters(chunks: Sequence[nn.Module], optimizer: Any) -> None:
     Only with ``reuse_grad_buf_for_mxfp8_param_ag`` and overlapped gathers, where the buffer that is
     gathered from holds gradients between steps; everything else is left alone.
     """
-    settings = getattr(chunks[0], "ddp_config", None)
+    settings: Any = getattr(chunks[0], "ddp_config", None)
     if getattr(settings, "reuse_grad_buf_for_mxfp8_param_ag", False) and settings.overlap_param_gather:
         for one in getattr(optimizer, "chained_optimizers", [optimizer]):
             one._copy_main_params_to_param_buffer()
