@@ -38,6 +38,9 @@ def agree(snap: Any, group: ProcessGroup | None, *, expert_group: ProcessGroup |
     left out: routers count each rank's own tokens there. Of any other pytree all leaves are compared.
     What is exchanged is one digest per rank; only if they differ, the digest of every leaf.
 
+    Call it before a load: where a gather is due, loading mixes two versions into one, on which all ranks
+    agree.
+
     Collective: every rank of `group`, and of `expert_group` if given, has to call it, in the same order
     as other collectives. Of a live tree, a parameter gather that is due is done first.
 
