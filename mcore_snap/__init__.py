@@ -17,12 +17,22 @@ from __future__ import annotations
 from mcore_snap.agreement import agree
 from mcore_snap.comparison import Comparison, LeafDifference, bitwise_equal, compare
 from mcore_snap.digests import fingerprint, verify
-from mcore_snap.errors import Corrupt, FrozenError, NotReady, NotResident, SnapError, StructureMismatch
+from mcore_snap.errors import (
+    Corrupt,
+    FrozenError,
+    NotReady,
+    NotResident,
+    OutOfHostMemory,
+    SnapError,
+    StructureMismatch,
+)
+from mcore_snap.host_memory import HostMemory, HostMemoryStats, default_memory
 from mcore_snap.loading import load
 from mcore_snap.megatron.rollback import rollback
 from mcore_snap.megatron.tree import model_tree
 from mcore_snap.naming import named_leaves, named_parameters
 from mcore_snap.nodes import ChunkTree, ModelTree, NamedLeaves
+from mcore_snap.pending import PendingSnapshot, fence, snapshot_async
 from mcore_snap.snapshots import as_numpy, snapshot, thaw
 from mcore_snap.swapping import swapped
 
@@ -31,17 +41,23 @@ __all__ = [
     "Comparison",
     "Corrupt",
     "FrozenError",
+    "HostMemory",
+    "HostMemoryStats",
     "LeafDifference",
     "ModelTree",
     "NamedLeaves",
     "NotReady",
     "NotResident",
+    "OutOfHostMemory",
+    "PendingSnapshot",
     "SnapError",
     "StructureMismatch",
     "agree",
     "as_numpy",
     "bitwise_equal",
     "compare",
+    "default_memory",
+    "fence",
     "fingerprint",
     "load",
     "model_tree",
@@ -49,6 +65,7 @@ __all__ = [
     "named_parameters",
     "rollback",
     "snapshot",
+    "snapshot_async",
     "swapped",
     "thaw",
     "verify",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from mcore_snap.errors import NotResident, StructureMismatch
 from mcore_snap.words import problem_with
@@ -13,19 +13,19 @@ Problem = tuple[str, str]
 """A kind, ``"absent"`` for memory that is not there or another, and a sentence about one leaf."""
 
 
-def check_leaves(leaves: Sequence[object], names: Callable[[], Sequence[str]], what: str) -> None:
+def check_leaves(leaves: Sequence[object], names: Sequence[str], what: str) -> None:
     """Check that every leaf is a plain tensor whose memory is there.
 
     Args:
         leaves: The leaves.
-        names: Gives their names; called only if something is wrong.
+        names: Their names; looked at only if something is wrong.
         what: What was being done, for the message.
 
     Raises:
         StructureMismatch: Some leaf is of a kind that cannot be kept.
         NotResident: Every leaf is of a good kind, but the memory of some is not there.
 
-    >>> check_leaves([3], lambda: ["['step']"], "snapshot")
+    >>> check_leaves([3], ["['step']"], "snapshot")
     Traceback (most recent call last):
         ...
     mcore_snap.errors.StructureMismatch: snapshot: some leaves cannot be used
@@ -33,8 +33,7 @@ def check_leaves(leaves: Sequence[object], names: Callable[[], Sequence[str]], w
     """
     found = [(index, problem) for index, leaf in enumerate(leaves) if (problem := problem_with(leaf))]
     if found:
-        called = names()
-        problems = [(kind, f"{called[index]}: {sentence}") for index, (kind, sentence) in found]
+        problems = [(kind, f"{names[index]}: {sentence}") for index, (kind, sentence) in found]
         refuse(f"{what}: some leaves cannot be used", problems)
 
 

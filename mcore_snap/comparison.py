@@ -95,8 +95,8 @@ def compare(a: Any, b: Any) -> Comparison:
     paths, names = flatten_named(first_spec)
     other_paths, other_names = flatten_named(second_spec)
     unpaired = pair_paths(dict(zip(paths, names, strict=True)), dict(zip(other_paths, other_names, strict=True)))
-    check_leaves(first, lambda: names, "compare, the first tree")
-    check_leaves(second, lambda: other_names, "compare, the second tree")
+    check_leaves(first, names, "compare, the first tree")
+    check_leaves(second, other_names, "compare, the second tree")
     partner = dict(zip(other_paths, second, strict=True))
     problems = unpaired + [
         f"{name}: expected {spec_of(leaf)}, found {spec_of(partner[path])}; compare trees of one model"

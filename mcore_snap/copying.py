@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 
+from mcore_snap import streams
 from mcore_snap.errors import SnapError
 from mcore_snap.frozen import FrozenLeaf
 from mcore_snap.specs import aligned_offsets, overlaps_itself, span_of
@@ -15,33 +17,93 @@ from mcore_snap.words import plain, storage_strides, words
 
 __all__ = ["Write", "capture", "overlap_problems", "write"]
 
+_SMALL: Final = 1 << 16
+"""Bytes below which leaves are copied many at a time: one call costs as much as copying a few thousand bytes."""
 
-def capture(leaves: Sequence[Tensor]) -> list[FrozenLeaf]:
-    """Copy tensors into one slab of host memory of their exact size.
+_COPIED_AS_BITS: Final = frozenset(
+    {
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
+    }
+)
+"""Dtypes whose copy moves bits and nothing else; of the others it is made through integers."""
+
+_BATCH: Final = 512
+"""Leaves copied at a time at most: if one fails, that many are named as perhaps written."""
+
+
+def capture(
+    leaves: Sequence[Tensor], allocate: Callable[[int], Tensor], copies: streams.Copies | None = None
+) -> list[FrozenLeaf]:
+    """Copy tensors into one slab of host memory.
 
     One allocation serves the whole snapshot, and each byte is copied once. Dense layouts are kept;
     others become row-major.
+
+    Args:
+        leaves: What to copy, checked before.
+        allocate: Gives so many bytes as a uint8 tensor.
+        copies: What copies, if it was chosen before, in another thread.
     """
-    offsets, total = aligned_offsets(leaf.nbytes for leaf in leaves)
-    with torch.inference_mode(mode=False), torch.no_grad():
-        slab = torch.empty(total, dtype=torch.uint8, device="cpu")
-        kept = []
-        for leaf, offset in zip(leaves, offsets, strict=True):
-            source = plain(leaf)
-            flat = slab[offset : offset + source.nbytes].view(source.dtype)
-            target = flat.as_strided(source.shape, storage_strides(source), flat.storage_offset())
-            _copy(target, source)
-            kept.append(FrozenLeaf(target))
-    return kept
+    offsets, total = aligned_offsets([leaf.nbytes for leaf in leaves])
+    with torch.inference_mode(mode=False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        slab = allocate(total)
+        typed: dict[torch.dtype, Tensor] = {}
+        targets = [_place(slab, offset, leaf, typed) for leaf, offset in zip(leaves, offsets, strict=True)]
+        ordinary = [_is_ordinary(target, leaf) for target, leaf in zip(targets, leaves, strict=True)]
+        copies = copies or streams.copies_for(leaves)
+        for start in range(0, len(leaves), _BATCH):
+            pairs = [(targets[i], leaves[i]) for i in range(start, min(start + _BATCH, len(leaves))) if ordinary[i]]
+            if pairs:
+                copies.copy(*zip(*pairs, strict=True))
+        for target, leaf, simple in zip(targets, leaves, ordinary, strict=True):
+            if not simple:
+                _copy(target, plain(leaf))
+        copies.wait()
+    return [FrozenLeaf(target) for target in targets]
+
+
+def _place(slab: Tensor, offset: int, leaf: Tensor, typed: dict[torch.dtype, Tensor]) -> Tensor:
+    dtype = leaf.dtype
+    whole = typed.get(dtype)
+    if whole is None:
+        whole = typed[dtype] = slab[: slab.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+    strides = leaf.stride() if leaf.is_contiguous() else storage_strides(leaf)
+    return whole.as_strided(leaf.shape, strides, offset // dtype.itemsize)
+
+
+def _is_ordinary(target: Tensor, source: Tensor) -> bool:
+    # Of these the bytes are copied as they lie, in the dtype that they have.
+    return (
+        target.dtype is source.dtype
+        and target.is_contiguous()
+        and source.is_contiguous()
+        and source.dtype in _COPIED_AS_BITS
+        and not source.is_conj()
+        and not source.is_neg()
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """One leaf to be written: where to, where from, and what to call it."""
+    """One leaf to be written: where to, where from, and what to call it.
 
-    name: str
+    Attributes:
+        names: Names of all leaves of the tree.
+        index: Which of them it is.
+        target: Live memory.
+        source: What to copy there.
+    """
+
+    names: Sequence[str]
+    index: int
     target: Tensor
     source: Tensor
+
+    @property
+    def name(self) -> str:
+        """Its readable name."""
+        return self.names[self.index]
 
 
 def overlap_problems(writes: Sequence[Write]) -> list[str]:
@@ -65,17 +127,52 @@ def write(writes: Sequence[Write], *, tracked: bool) -> None:
     Raises:
         SnapError: A copy failed; the message lists the leaves that had been written by then.
     """
-    done: list[str] = []
+    done: list[Write] = []
+    copies = streams.copies_for([one.target for one in writes])
     with torch.no_grad():
-        for one in writes:
-            target = plain(one.target) if tracked else plain(one.target).data
+        for batch in _batches(writes):
             try:
-                with torch.inference_mode(target.is_inference()):
-                    _copy(target, plain(one.source))
+                _write_batch(batch, copies, tracked=tracked)
             except Exception as error:
-                message = f"the copy into {one.name} failed ({error}); written by then, and perhaps in part this one:"
-                raise SnapError(message, done) from error
-            done.append(one.name)
+                raise _failed(error, done, batch) from error
+            done += batch
+        try:
+            copies.wait()
+        except Exception as error:
+            raise _failed(error, [], done) from error
+
+
+def _batches(writes: Sequence[Write]) -> Iterator[list[Write]]:
+    # Small ordinary leaves many at a time, every other one alone.
+    batch: list[Write] = []
+    for one in writes:
+        small = one.target.nbytes < _SMALL and not one.target.is_inference() and _is_ordinary(one.target, one.source)
+        if small and len(batch) < _BATCH:
+            batch.append(one)
+            continue
+        if batch:
+            yield batch
+        batch = [one] if small else []
+        if not small:
+            yield [one]
+    if batch:
+        yield batch
+
+
+def _write_batch(batch: Sequence[Write], copies: streams.Copies, *, tracked: bool) -> None:
+    targets = [plain(one.target) if tracked else plain(one.target).data for one in batch]
+    if len(batch) == 1 and not _is_ordinary(targets[0], batch[0].source):
+        with torch.inference_mode(targets[0].is_inference()):
+            _copy(targets[0], plain(batch[0].source))
+        return
+    with torch.inference_mode(targets[0].is_inference()):
+        copies.copy(targets, [plain(one.source) for one in batch])
+
+
+def _failed(error: Exception, done: Sequence[Write], doubtful: Sequence[Write]) -> SnapError:
+    several = f"{doubtful[0].name} and {len(doubtful) - 1} more" if len(doubtful) > 1 else doubtful[0].name
+    message = f"the copy into {several} failed ({error}); written by then, those last perhaps in part or not at all:"
+    return SnapError(message, [one.name for one in (*done, *doubtful)])
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
@@ -89,7 +186,7 @@ def _copy(target: Tensor, source: Tensor) -> None:
 
 
 def _overlapping(tensor: Tensor) -> bool:
-    return overlaps_itself(tuple(tensor.shape), tuple(tensor.stride()))
+    return not tensor.is_contiguous() and overlaps_itself(tuple(tensor.shape), tuple(tensor.stride()))
 
 
 def _positions(target: Tensor) -> Tensor:

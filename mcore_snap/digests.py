@@ -16,7 +16,7 @@ from mcore_snap.registration import flatten, flatten_named
 from mcore_snap.snapshots import frozen_entries
 from mcore_snap.words import plain, spec_of, words
 
-__all__ = ["combine", "fingerprint", "leaf_digests", "verify"]
+__all__ = ["combine", "digests_of", "fingerprint", "leaf_digests", "verify"]
 
 _PIECE = 1 << 15
 """Elements hashed at a time: they stay in the cache between copy and hash, and torch copies up to
@@ -92,10 +92,15 @@ def leaf_digests(tree: Any) -> tuple[list[str], list[str]]:
     tree = read_once(tree)
     leaves, treespec = flatten(tree)
     names = flatten_named(treespec)[1]
-    check_leaves(leaves, lambda: names, "fingerprint")
+    check_leaves(leaves, names, "fingerprint")
     owners = frozen_entries(tree)
     sources = [leaf if owner is None else owner.private for leaf, owner in zip(leaves, owners, strict=True)]
-    return names, [_digest(source) for source in sources]
+    return names, digests_of(sources)
+
+
+def digests_of(leaves: Iterable[Tensor]) -> list[str]:
+    """Return the digest of each tensor: over dtype, shape and bytes."""
+    return [_digest(leaf) for leaf in leaves]
 
 
 def combine(names: Iterable[str], digests: Iterable[str]) -> str:

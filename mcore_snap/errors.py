@@ -10,6 +10,7 @@ __all__ = [
     "FrozenError",
     "NotReady",
     "NotResident",
+    "OutOfHostMemory",
     "SnapError",
     "StructureMismatch",
 ]
@@ -52,6 +53,10 @@ class NotResident(SnapError, RuntimeError):  # noqa: N818 - the name is the cont
 
 class NotReady(SnapError, RuntimeError):  # noqa: N818 - the name is the contract's
     """Weights are in flight and cannot be settled from here; the message says what to call first."""
+
+
+class OutOfHostMemory(SnapError, MemoryError):  # noqa: N818 - like the builtin
+    """A limit would be passed, or the system has no more; ``problems`` lists who holds what."""
 
 
 class Corrupt(SnapError, ValueError):  # noqa: N818 - the name is the contract's

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
+import optree
 import torch
 from torch import Tensor
 
-from mcore_snap.checking import refuse
+from mcore_snap.checking import Problem, refuse
 from mcore_snap.copying import Write, overlap_problems, write
 from mcore_snap.errors import SnapError
+from mcore_snap.in_flight import wait_for_readers
 from mcore_snap.live import live_part
-from mcore_snap.live_trees import layouts_of, read_once
+from mcore_snap.live_trees import layouts_of, read_once, stateless_of
 from mcore_snap.plans import Expected, check_fit, pair_paths, pair_slices
-from mcore_snap.registration import flatten, flatten_named
+from mcore_snap.registration import Names, flatten, flatten_named
 from mcore_snap.snapshots import frozen_entries
 from mcore_snap.words import plain, problem_with, spec_of, words
 
@@ -80,56 +83,83 @@ def planned(tree: Any, snap: Any) -> Plan:
     tree, snap = read_once(tree), read_once(snap)
     targets, spec = flatten(tree)
     sources, kept_spec = flatten(snap)
-    paths, names = flatten_named(spec)
-    kept_paths, kept_names = flatten_named(kept_spec)
     # A handle in an ordinary container may have been re-pointed; the bytes it was made for have not.
     owned: list[Any] = [
         source if owner is None else owner.private for source, owner in zip(sources, frozen_entries(snap), strict=True)
     ]
-    found = dict(zip(kept_paths, owned, strict=True))
-    unpaired = pair_paths(dict(zip(paths, names, strict=True)), dict(zip(kept_paths, kept_names, strict=True)))
+    candidates, unpaired = _paired(tree, (targets, spec), (owned, kept_spec))
     slices = ([layout.data_parallel for layout in layouts_of(side)] for side in (tree, snap))
     problems = [("structure", line) for line in [*unpaired, *pair_slices(*slices)]]
     writes, hand_over = [], []
-    for path, name, target in zip(paths, names, targets, strict=True):
-        if path not in found:
-            continue
-        source = found[path]
-        unsound = [
-            (problem[0], f"{name}: {where}: {problem[1]}")
-            for where, one in (("in the tree to write to", target), ("in the snapshot", source))
-            if (problem := problem_with(one))
-        ]
-        problems += unsound
-        if unsound:
-            continue
-        live = live_part(target)
-        expected = Expected(name, spec_of(target), widens=live.registered, sized=live.accept is None)
-        misfit = check_fit(expected, spec_of(source))
-        if misfit:
-            problems.append(("structure", misfit))
+    for one in candidates:
+        found = _problems(one)
+        live = live_part(one.target)
+        if found:
+            problems += found
         elif live.accept is None:
-            writes.append(Write(name, target, source))
-        elif _same_bytes(target, source):
+            writes.append(one)
+        elif _same_bytes(one.target, one.source):
             continue
         elif not live.settable:
-            problems.append(("structure", f"{name}: expected a module that defines set_extra_state, found one without"))
+            line = f"{one.name}: expected a module that defines set_extra_state, found one without"
+            problems.append(("structure", line))
         else:
-            hand_over.append(Write(name, target, source))
+            hand_over.append(one)
     problems += [("structure", line) for line in overlap_problems(writes)]
     refuse("the snapshot does not fit; nothing was written", problems)
     return Plan(tuple(writes), tuple(hand_over))
 
 
+_Flat: TypeAlias = tuple[Sequence[Any], optree.PyTreeSpec]
+
+
+def _paired(tree: Any, live: _Flat, kept: _Flat) -> tuple[list[Write], list[str]]:
+    (targets, spec), (sources, kept_spec) = live, kept
+    if spec == kept_spec:
+        names = Names(spec)
+        return [Write(names, i, *pair) for i, pair in enumerate(zip(targets, sources, strict=True))], []
+    # By path, never by position.
+    paths, called = flatten_named(spec)
+    kept_paths, kept_names = flatten_named(kept_spec)
+    found = dict(zip(kept_paths, sources, strict=True))
+    writes = [Write(called, i, targets[i], found.pop(path)) for i, path in enumerate(paths) if path in found]
+    # Extra state may have come or gone since, which is not a difference of structure.
+    stateless = stateless_of(tree)
+    writes += [Write([name], 0, handle, found.pop(path)) for path, (name, handle) in stateless.items() if path in found]
+    kept_paths_of = dict(zip(kept_paths, kept_names, strict=True))
+    gone = [i for i, path in enumerate(paths) if path not in kept_paths_of and live_part(targets[i]).accept]
+    writes += [Write(called, i, targets[i], torch.empty(0, dtype=torch.uint8)) for i in gone]
+    unpaired = pair_paths(
+        {path: name for i, (path, name) in enumerate(zip(paths, called, strict=True)) if i not in set(gone)},
+        {path: name for path, name in kept_paths_of.items() if path not in stateless},
+    )
+    return writes, unpaired
+
+
+def _problems(one: Write) -> list[Problem]:
+    unsound = [
+        (problem[0], f"{one.name}: {where}: {problem[1]}")
+        for where, tensor in (("in the tree to write to", one.target), ("in the snapshot", one.source))
+        if (problem := problem_with(tensor))
+    ]
+    if unsound or (one.target.dtype is one.source.dtype and one.target.shape == one.source.shape):
+        return unsound
+    live = live_part(one.target)
+    expected = Expected(one.name, spec_of(one.target), widens=live.registered, sized=live.accept is None)
+    misfit = check_fit(expected, spec_of(one.source))
+    return [("structure", misfit)] if misfit else []
+
+
 def write_plan(plan: Plan, *, tracked: bool) -> None:
-    """Do what was planned.
+    """Do what was planned, once no snapshot in the background reads what is written.
 
     Args:
         plan: What `planned` returned.
         tracked: Whether autograd's version counters move; see `mcore_snap.copying.write`.
     """
+    wait_for_readers([one.target for one in plan.writes])
     write(plan.writes, tracked=tracked)
-    done = [one.name for one in plan.writes]
+    done = list(plan.writes)
     for one in plan.hand_over:
         accept = live_part(one.target).accept
         try:
@@ -137,22 +167,22 @@ def write_plan(plan: Plan, *, tracked: bool) -> None:
                 accept(one.source)
         except Exception as error:
             message = f"the module of {one.name} refused its extra state ({error}); written by then:"
-            raise SnapError(message, done) from error
-        done.append(one.name)
+            raise SnapError(message, [other.name for other in done]) from error
+        done.append(one)
     _finish(plan, done)
     if tracked:
         covered = [tensor for one in plan.writes for tensor in live_part(one.target).covered]
         torch.autograd.graph.increment_version([tensor for tensor in covered if not tensor.is_inference()])
 
 
-def _finish(plan: Plan, done: list[str]) -> None:
+def _finish(plan: Plan, done: list[Write]) -> None:
     hooks = dict.fromkeys(hook for one in plan.writes for hook in live_part(one.target).after)
     try:
         for hook in hooks:
             hook()
     except Exception as error:
         message = f"everything was written, but what has to follow failed ({error}); load again. Written:"
-        raise SnapError(message, done) from error
+        raise SnapError(message, [one.name for one in done]) from error
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:

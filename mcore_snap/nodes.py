@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any, Final, NoReturn, Protocol, TypeAlias, final
 
 from torch import Tensor
@@ -113,12 +114,14 @@ class ChunkTree(_Immutable):
         parameters: Every parameter that no flat buffer holds, by its first name.
         module_buffers: Registered buffers, persistent or not.
         extra_state: What ``get_extra_state()`` returned, as uint8 bytes, by module.
+        stateless: Of a live chunk, handles on modules that take extra state but have none now.
         layout: Static: where each parameter of the chunk lies, and whether its flat buffers are slices.
     """
 
-    __slots__ = ("_fields", "layout")
+    __slots__ = ("_fields", "layout", "stateless")
     _fields: tuple[Any, ...]
     layout: Layout
+    stateless: Mapping[str, Tensor]
 
     def __init__(  # noqa: PLR0913, PLR0917 - one argument per field, as they are unflattened
         self,
@@ -128,6 +131,8 @@ class ChunkTree(_Immutable):
         module_buffers: Mapping[str, Entry] | Any = None,
         extra_state: Mapping[str, Entry] | Any = None,
         layout: Layout = EMPTY,
+        *,
+        stateless: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         # Unflattening calls this with placeholders of any kind, so nothing is validated.
         named = [
@@ -136,6 +141,7 @@ class ChunkTree(_Immutable):
         ]
         object.__setattr__(self, "_fields", (buffers, expert_parallel_buffers, *named))
         object.__setattr__(self, "layout", layout)
+        object.__setattr__(self, "stateless", stateless)
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, overload
 
 import optree
 import torch.utils._pytree as torch_pytree
@@ -11,7 +11,7 @@ from optree import registry
 
 from mcore_snap.nodes import FIELDS, ChunkTree, ModelTree, NamedLeaves
 
-__all__ = ["flatten", "flatten_named"]
+__all__ = ["Names", "flatten", "flatten_named"]
 
 # optree exports the global namespace under no public name. Trees have to flatten with no namespace
 # argument, and `optree.dataclasses.register_node` would run constructors on placeholders.
@@ -92,3 +92,32 @@ def flatten_named(treespec: optree.PyTreeSpec) -> tuple[list[tuple[Any, ...]], l
     """
     accessors: Sequence[optree.PyTreeAccessor] = treespec.accessors()
     return treespec.paths(), [accessor.codify("").removeprefix(".") or "the leaf" for accessor in accessors]
+
+
+class Names(Sequence[str]):
+    """The readable names of a tree's leaves, made only if somebody looks: most trees never err.
+
+    >>> Names(flatten({"a": [1, 2]})[1])[1]
+    "['a'][1]"
+    """
+
+    def __init__(self, treespec: optree.PyTreeSpec) -> None:
+        self._treespec = treespec
+        self._made: list[str] | None = None
+
+    def _all(self) -> list[str]:
+        if self._made is None:
+            self._made = flatten_named(self._treespec)[1]
+        return self._made
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        """Return one name, or several."""
+        return self._all()[index]
+
+    def __len__(self) -> int:
+        """Return how many leaves there are."""
+        return self._treespec.num_leaves

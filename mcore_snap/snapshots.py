@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import optree
 import torch
 
+import mcore_snap.sharing  # noqa: F401 - tells multiprocessing how to send leaves
 from mcore_snap.checking import check_leaves
 from mcore_snap.copying import capture
 from mcore_snap.errors import StructureMismatch
 from mcore_snap.frozen import FrozenLeaf, owner_of
+from mcore_snap.host_memory import HostMemory, default_memory
 from mcore_snap.nodes import ChunkTree, ModelTree, NamedLeaves, tree_entries
-from mcore_snap.registration import flatten, flatten_named
+from mcore_snap.registration import Names, flatten, flatten_named
 from mcore_snap.words import plain, words
 
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["as_numpy", "frozen_entries", "snapshot", "thaw"]
+__all__ = ["as_numpy", "frozen_entries", "frozen_tree", "leasing", "snapshot", "thaw"]
 
 T = TypeVar("T")
 
 
-def snapshot(tree: T) -> T:
+def snapshot(tree: T, *, memory: HostMemory | None = None) -> T:
     """Return a frozen copy in host memory, with the same structure.
 
     Leaves have the same names, dtypes and shapes. They are read-only tensors on the CPU: torch
@@ -34,16 +37,20 @@ def snapshot(tree: T) -> T:
     Collective over the data-parallel group where overlapped parameter gathers are due, as with every
     use of a live model tree: see `model_tree`.
 
-    Peak host memory is the size of the leaves, in one allocation; every byte is copied once.
+    The snapshot is one lease of host memory of the size of its leaves, and every byte is copied once.
+    Memory that an earlier snapshot of that size has given back is used again; it is given back when
+    the last tensor over it is gone, views and arrays included.
 
     Args:
         tree: What `model_tree` gave, or any pytree of tensors.
+        memory: Where the snapshot is to live; by default memory that all snapshots share.
 
     Raises:
         StructureMismatch: A leaf is no tensor, or of a kind that cannot be kept (sparse, quantized,
             a subclass with memory of its own).
         NotResident: A leaf's memory is freed or on the meta device, or the model is gone.
         NotReady: Weights are in flight and cannot be settled from here.
+        OutOfHostMemory: The memory's limit would be passed, or the system has no more.
 
     >>> live = {"w": torch.ones(2)}
     >>> kept = snapshot(live)
@@ -51,24 +58,37 @@ def snapshot(tree: T) -> T:
     (tensor([0., 0.]), tensor([1., 1.]))
     """
     leaves, treespec = flatten(tree)
-    check_leaves(leaves, lambda: flatten_named(treespec)[1], "snapshot")
-    kept = capture(leaves)
+    check_leaves(leaves, Names(treespec), "snapshot")
+    return cast("T", frozen_tree(capture(leaves, leasing(memory, len(leaves))), treespec))
+
+
+def leasing(memory: HostMemory | None, count: int) -> Callable[[int], torch.Tensor]:
+    """Return what gives a snapshot of so many leaves its memory."""
+    home = memory or default_memory()
+    return lambda nbytes: home.lease(nbytes, f"a snapshot of {count:,} leaves")
+
+
+def frozen_tree(kept: Sequence[FrozenLeaf], treespec: optree.PyTreeSpec) -> Any:
+    """Return the tree of this structure with frozen leaves."""
     if not _holds_model_trees(treespec):
-        return cast("T", optree.tree_unflatten(treespec, [leaf.read(owned=True) for leaf in kept]))
-    entries: Any = optree.tree_unflatten(treespec, kept)
+        # A stranger's node may look at what it is made of: give it tensors at once.
+        return optree.tree_unflatten(treespec, [leaf.read(owned=True) for leaf in kept])
+    untyped: Any = kept  # our nodes hold frozen leaves in the place of tensors
+    entries: Any = optree.tree_unflatten(treespec, untyped)
     # Outside our own nodes nothing reads a FrozenLeaf on access: put aliases there.
-    opened = optree.tree_map(
+    return optree.tree_map(
         lambda x: x.read(owned=True) if isinstance(x, FrozenLeaf) else x,
         entries,
         is_leaf=lambda x: isinstance(x, ModelTree | ChunkTree | NamedLeaves),
     )
-    return cast("T", opened)
 
 
 def _holds_model_trees(treespec: optree.PyTreeSpec) -> bool:
     if treespec.type in (ModelTree, ChunkTree, NamedLeaves):
         return True
-    return any(map(_holds_model_trees, treespec.children()))
+    if treespec.num_nodes == treespec.num_leaves + 1:
+        return False  # a flat container, perhaps of very many leaves
+    return any(_holds_model_trees(child) for child in treespec.children() if not child.is_leaf())
 
 
 def frozen_entries(tree: Any) -> list[FrozenLeaf | None]:
@@ -98,10 +118,14 @@ def thaw(snap: T) -> T:
     tensor([2., 2.])
     """
     leaves, treespec = flatten(snap)
-    check_leaves(leaves, lambda: flatten_named(treespec)[1], "thaw")
+    check_leaves(leaves, Names(treespec), "thaw")
     # One allocation per leaf here: the caller owns each and may free them one by one.
-    copies = [capture([leaf])[0].private for leaf in leaves]
+    copies = [capture([leaf], _own)[0].private for leaf in leaves]
     return cast("T", optree.tree_unflatten(treespec, copies))
+
+
+def _own(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 def as_numpy(snap: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,7 @@ from mcore_snap.specs import LeafSpec, contiguous_strides, dense_strides, span_o
 __all__ = ["dtype_name", "has_storage", "plain", "problem_with", "region_of", "spec_of", "storage_strides", "words"]
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _QUANTIZED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 
 
@@ -75,6 +78,17 @@ def region_of(name: str, tensor: Tensor, *, whole: bool = False) -> Region:
     )
 
 
+def _is_plainly_there(tensor: Any) -> bool:
+    # What nearly every leaf is, told by a few cheap looks: there may be tens of thousands.
+    return (
+        type(tensor) in _PLAIN
+        and tensor.layout is torch.strided
+        and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
+        and tensor.is_contiguous()
+        and (tensor.storage_offset() + tensor.numel()) * tensor.itemsize <= tensor.untyped_storage().nbytes()
+    )
+
+
 def has_storage(tensor: Tensor) -> bool:
     """Tell whether a tensor is a plain view of some storage, even one that was freed.
 
@@ -94,6 +108,8 @@ def problem_with(tensor: object) -> tuple[str, str] | None:
     >>> problem_with(3)[0], problem_with(torch.empty(1, device="meta"))[0]
     ('unsupported', 'absent')
     """
+    if _is_plainly_there(tensor):
+        return None
     if not isinstance(tensor, Tensor):
         return "unsupported", f"expected a tensor, found {type(tensor).__name__}; keep other values elsewhere"
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -11,32 +11,37 @@ from torch import Tensor, nn
 from mcore_snap.errors import StructureMismatch
 from mcore_snap.live import Live, mark_live
 
-__all__ = ["extra_state_leaves"]
+__all__ = ["extra_state_of"]
 
 
-def extra_state_leaves(chunk: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield ``(module name, bytes)`` for each module that defines extra state.
+def extra_state_of(chunk: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the extra state of a chunk's modules, as bytes by module name: of those that have some, and of the rest.
 
-    ``None``, which Megatron-Core's own linear layers return, is no bytes. It is a leaf all the same:
-    Transformer Engine's layers return it until their first forward pass, and a look-back around that
-    has to take the state away again.
+    ``None`` is no state and no leaf: Megatron-Core's own linear layers always return it. Transformer
+    Engine's layers may return it until their first forward pass, and a look-back around that has to
+    take the state away again; so these modules come second, with no bytes.
 
     Raises:
         StructureMismatch: Some state cannot be pickled.
     """
     problems: list[str] = []
+    present: dict[str, Tensor] = {}
+    absent: dict[str, Tensor] = {}
     for name, module in chunk.named_modules():
         if type(module).get_extra_state is nn.Module.get_extra_state:
             continue
         try:
-            data = _encode(module.get_extra_state())
+            state = module.get_extra_state()
+            data = _encode(state)
         except Exception as error:  # noqa: BLE001 - whatever pickling somebody's objects raises
             problems.append(f"{name or 'the chunk'}: expected extra state that pickles, found {error}")
             continue
         settable = type(module).set_extra_state is not nn.Module.set_extra_state
-        yield name or "extra_state", mark_live(data, Live(accept=_setter(module), settable=settable))
+        group = absent if state is None else present
+        group[name or "extra_state"] = mark_live(data, Live(accept=_setter(module), settable=settable))
     if problems:
         raise StructureMismatch("some extra state cannot be kept", problems)
+    return present, absent
 
 
 def _encode(state: object) -> Tensor:

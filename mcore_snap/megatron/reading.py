@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from mcore_snap.coverage import cover
 from mcore_snap.layouts import Layout, Placement
 from mcore_snap.live import Live, mark_live
-from mcore_snap.megatron.extra_state import extra_state_leaves
+from mcore_snap.megatron.extra_state import extra_state_of
 from mcore_snap.megatron.flat_buffers import flat_buffers
 from mcore_snap.megatron.fsdp2 import unsharded
 from mcore_snap.megatron.inner_tensors import inner_tensors
@@ -170,17 +170,19 @@ def _chunk_tree(index: int, chunk: nn.Module, found: list[_Found]) -> ChunkTree:
     for one in mine:
         if one.holder is None:
             leaves.setdefault(one.field, {}).update(_handles(one))
+    present, absent = extra_state_of(chunk)
     sliced = [shard for field in sorted(_FLAT) for one in mine if one.field == field for shard in one.slices or ()]
     return ChunkTree(
         tuple(leaves.get("buffers", {}).values()),
         tuple(leaves.get("expert_parallel_buffers", {}).values()),
         {str(name): leaf for name, leaf in leaves.get("parameters", {}).items()},
         {str(name): leaf for name, leaf in leaves.get("module_buffers", {}).items()},
-        dict(extra_state_leaves(chunk)),
+        present,
         layout=Layout(
             tuple(_placement(one) for one in mine if one.field == "parameters" and not _is_sliced(one)),
             tuple((shard.rank, shard.size) for shard in sliced) if sliced else None,
         ),
+        stateless=absent,
     )
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mcore_snap import as_numpy, load, model_tree, named_leaves, snapshot, swapped
+from mcore_snap import HostMemory, as_numpy, default_memory, load, model_tree, named_leaves, snapshot, swapped
 from mcore_snap.testing.chunks import DDPLike, Layer
 
 if TYPE_CHECKING:
@@ -64,10 +64,13 @@ def test_every_byte_is_allocated_once(kind: str, dtype: torch.dtype) -> None:
     model = MODELS[kind](dtype)
     tree = model_tree(model)
     need = sum(leaf.nbytes for leaf in named_leaves(tree).values())
+    memory = HostMemory()
     with Allocations() as counted:
-        snap = snapshot(tree)
-    assert need <= sum(counted.made) <= 1.05 * need
-    assert len(counted.made) == 1
+        snap = snapshot(tree, memory=memory)
+    assert counted.made == []
+    assert need <= memory.stats().leased <= 1.05 * need
+    assert memory.stats().peak == memory.stats().leased
+    assert len(memory.stats().leases) == 1
     assert sum(array.nbytes for array in tree_leaves(as_numpy(snap))) == need
 
 
@@ -91,9 +94,14 @@ def test_a_look_back_keeps_one_copy(dtype: torch.dtype) -> None:
     tree = model_tree(model)
     (buffer,) = flat_buffers(model)
     snap = snapshot(tree)
+    before = default_memory().stats().leased
     with Allocations() as counted, swapped(tree, snap):
-        pass
-    assert buffer.param_data.nbytes <= sum(counted.made) <= 1.05 * buffer.param_data.nbytes
+        within = default_memory().stats().leased
+    made = counted.made
+    del counted  # it holds on to what it has seen
+    assert made == []
+    assert buffer.param_data.nbytes <= within - before <= 1.05 * buffer.param_data.nbytes
+    assert default_memory().stats().leased == before
 
 
 @pytest.mark.parametrize("bytes_each", [9 << 10, 12 << 10, (8 << 10) + 1])
@@ -104,11 +112,11 @@ def test_sizes_are_not_rounded_up(bytes_each: int) -> None:
     model = nn.Module()
     for i in range(16):
         model.register_buffer(f"w{i}", torch.zeros(bytes_each, dtype=torch.uint8))
-    with Allocations() as counted:
-        snapshot(model_tree(model))
-    assert sum(counted.made) <= 16 * (bytes_each + 64)
+    memory = HostMemory()
+    _kept = snapshot(model_tree(model), memory=memory)
+    assert memory.stats().leased <= 16 * (bytes_each + 64)
     rounded = sum(1 << (bytes_each - 1).bit_length() for _ in range(16))
-    assert rounded > 1.3 * sum(counted.made)  # what an allocator that rounds would have needed, leaf by leaf
+    assert rounded > 1.3 * memory.stats().leased  # what an allocator that rounds would have needed, leaf by leaf
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

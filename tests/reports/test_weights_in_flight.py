@@ -166,12 +166,17 @@ class Postponing(TorchDispatchMode):
         self.copies = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Postpone `copy_(..., non_blocking=True)`."""
+        """Postpone `copy_(..., non_blocking=True)`, of one tensor or of many."""
         if func is torch.ops.aten.copy_.default:
             self.copies += 1
             if (len(args) > 2 and args[2]) or (kwargs or {}).get("non_blocking"):
                 self.waiting.append(args[:2])
                 return args[0]
+        if func is torch.ops.aten._foreach_copy_.default:
+            self.copies += 1
+            if (len(args) > 2 and args[2]) or (kwargs or {}).get("non_blocking"):
+                self.waiting += zip(*args[:2], strict=True)
+                return None
         return func(*args, **(kwargs or {}))
 
     def synchronize(self, *_: Any, **__: Any) -> None:
