@@ -6,7 +6,8 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from mcore_snap.demo import command
+from mcore_snap.bench import command as bench
+from mcore_snap.demo import command as demo
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The words after the command's name; those of this process by default.
     """
     parser = argparse.ArgumentParser(prog="python -m mcore_snap", description="Weights of Megatron-Core models, kept.")
-    command.add_parser(parser.add_subparsers(title="subcommands", required=True, metavar="SUBCOMMAND"))
+    subcommands = parser.add_subparsers(title="subcommands", required=True, metavar="SUBCOMMAND")
+    demo.add_parser(subcommands)
+    bench.add_parser(subcommands)
     parsed = parser.parse_args(arguments)
     status: int = parsed.run(parsed)
     return status

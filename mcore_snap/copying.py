@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -12,6 +13,7 @@ from torch import Tensor
 from mcore_snap import streams
 from mcore_snap.errors import SnapError
 from mcore_snap.frozen import FrozenLeaf
+from mcore_snap.slabs import letting_go
 from mcore_snap.specs import aligned_offsets, overlaps_itself, span_of
 from mcore_snap.words import plain, storage_strides, words
 
@@ -32,6 +34,7 @@ _BATCH: Final = 512
 """Leaves copied at a time at most: if one fails, that many are named as perhaps written."""
 
 
+@letting_go
 def capture(
     leaves: Sequence[Tensor], allocate: Callable[[int], Tensor], copies: streams.Copies | None = None
 ) -> list[FrozenLeaf]:
@@ -50,15 +53,16 @@ def capture(
         slab = allocate(total)
         typed: dict[torch.dtype, Tensor] = {}
         targets = [_place(slab, offset, leaf, typed) for leaf, offset in zip(leaves, offsets, strict=True)]
-        ordinary = [_is_ordinary(target, leaf) for target, leaf in zip(targets, leaves, strict=True)]
         copies = copies or streams.copies_for(leaves)
-        for start in range(0, len(leaves), _BATCH):
-            pairs = [(targets[i], leaves[i]) for i in range(start, min(start + _BATCH, len(leaves))) if ordinary[i]]
-            if pairs:
-                copies.copy(*zip(*pairs, strict=True))
-        for target, leaf, simple in zip(targets, leaves, ordinary, strict=True):
-            if not simple:
-                _copy(target, plain(leaf))
+        pairs = []
+        for target, leaf in zip(targets, leaves, strict=True):
+            pair = (target, leaf) if _is_ordinary(target, leaf) else _as_words(target, plain(leaf))
+            if pair is None:
+                target.copy_(plain(leaf))  # conjugated or negated, lazily: there is nothing in memory yet
+            else:
+                pairs.append(pair)
+        for start in range(0, len(pairs), _BATCH):
+            copies.copy(*zip(*pairs[start : start + _BATCH], strict=True))
         copies.wait()
     return [FrozenLeaf(target) for target in targets]
 
@@ -82,6 +86,14 @@ def _is_ordinary(target: Tensor, source: Tensor) -> bool:
         and not source.is_conj()
         and not source.is_neg()
     )
+
+
+def _as_words(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor] | None:
+    # Other layouts and dtypes of which a copy through integers moves all bits, and nothing else.
+    lazy = source.is_conj() or source.is_neg() or target.is_conj() or target.is_neg()
+    if lazy or target.dtype != source.dtype or _overlapping(target):
+        return None
+    return words(target), words(source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +146,18 @@ def write(writes: Sequence[Write], *, tracked: bool) -> None:
             try:
                 _write_batch(batch, copies, tracked=tracked)
             except Exception as error:
+                with contextlib.suppress(Exception):
+                    _settle(copies)  # what is said to be written has to be there
                 raise _failed(error, done, batch) from error
             done += batch
         try:
             copies.wait()
         except Exception as error:
             raise _failed(error, [], done) from error
+
+
+def _settle(late: streams.Copies) -> None:
+    late.wait()
 
 
 def _batches(writes: Sequence[Write]) -> Iterator[list[Write]]:
@@ -161,28 +179,22 @@ def _batches(writes: Sequence[Write]) -> Iterator[list[Write]]:
 
 def _write_batch(batch: Sequence[Write], copies: streams.Copies, *, tracked: bool) -> None:
     targets = [plain(one.target) if tracked else plain(one.target).data for one in batch]
-    if len(batch) == 1 and not _is_ordinary(targets[0], batch[0].source):
-        with torch.inference_mode(targets[0].is_inference()):
-            _copy(targets[0], plain(batch[0].source))
-        return
+    sources = [plain(one.source) for one in batch]
     with torch.inference_mode(targets[0].is_inference()):
-        copies.copy(targets, [plain(one.source) for one in batch])
+        if _is_ordinary(targets[0], sources[0]):
+            copies.copy(targets, sources)
+        elif pair := _as_words(targets[0], sources[0]):
+            copies.copy(pair[:1], pair[1:])
+        elif _overlapping(targets[0]):
+            _copy_overlapping(targets[0], sources[0])
+        else:
+            targets[0].copy_(sources[0])  # lazily conjugated or negated; or widened, which the plan found exact
 
 
 def _failed(error: Exception, done: Sequence[Write], doubtful: Sequence[Write]) -> SnapError:
     several = f"{doubtful[0].name} and {len(doubtful) - 1} more" if len(doubtful) > 1 else doubtful[0].name
     message = f"the copy into {several} failed ({error}); written by then, those last perhaps in part or not at all:"
     return SnapError(message, [one.name for one in (*done, *doubtful)])
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    if _overlapping(target):
-        _copy_overlapping(target, source)
-    elif target.dtype == source.dtype:
-        lazy = source.is_conj() or source.is_neg() or target.is_conj() or target.is_neg()
-        target.copy_(source) if lazy else words(target).copy_(words(source))
-    else:
-        target.copy_(source)  # the plan let only an exact widening through
 
 
 def _overlapping(tensor: Tensor) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 from mcore_snap.errors import StructureMismatch
 from mcore_snap.specs import dense_strides, element_offsets, span_of
@@ -35,16 +36,17 @@ class Region:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     whole: bool = False
+    end: int = field(init=False)
+    """Byte offset behind the last element."""
 
-    @property
-    def end(self) -> int:
-        """Byte offset behind the last element."""
-        return self.start + span_of(self.shape, self.stride) * self.itemsize
+    def __post_init__(self) -> None:
+        """Work the end out once: it is compared many times."""
+        object.__setattr__(self, "end", self.start + span_of(self.shape, self.stride) * self.itemsize)
 
     @property
     def dense(self) -> bool:
         """Whether the elements fill the span without gaps."""
-        return dense_strides(self.shape, self.stride) is not None
+        return _is_dense(self.shape, self.stride)
 
     def same_elements(self, other: Region) -> bool:
         """Whether both address the same elements in the same order, in the same dtype."""
@@ -62,6 +64,12 @@ class Region:
             for offset in set(element_offsets(self.shape, self.stride))
             for byte in range(self.itemsize)
         }
+
+
+@lru_cache(maxsize=1 << 12)
+def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    # Of the flat buffer that holds a model's parameters this is asked once per parameter.
+    return dense_strides(shape, stride) is not None
 
 
 def cover(regions: Sequence[Region]) -> list[int | None]:

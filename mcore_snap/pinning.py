@@ -4,39 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 import torch
 
 __all__ = ["CHUNK", "Pins", "Registrar", "pieces", "pin"]
 
-CHUNK: Final = 1 << 30
-"""Bytes registered at a time: one call for many gigabytes holds the driver's locks for seconds, and
-from 512 GiB on some drivers refuse it."""
+CHUNK: Final = 1 << 38
+"""Bytes registered at a time, 256 GiB: some drivers refuse 512 GiB and more in one call. As large as can
+be, since a copy that reaches from one registered range into the next is refused as well."""
+
+_borders: Final[set[int]] = set()
+"""Addresses at which one registered range of a slab ends and the next begins; nearly always none."""
 
 
-def pieces(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    """Split a range of memory where registration does: at addresses that are multiples of `CHUNK`.
-
-    The driver refuses a copy that reaches from one registered range into the next. As the borders are
-    fixed in the address space, a copy can keep to them without knowing what was registered how.
+def pieces(address: int, nbytes: int) -> list[tuple[int, int]]:
+    """Split a range of host memory where registration did, so that each piece can be copied to a device.
 
     Args:
         address: Where the range begins.
         nbytes: How long it is.
 
-    Yields:
+    Returns:
         Address and size in bytes of each piece, in order.
 
-    >>> list(pieces(CHUNK - 1, 3)) == [(CHUNK - 1, 1), (CHUNK, 2)]
-    True
+    >>> pieces(4096, 100), pieces(4096, 0)
+    ([(4096, 100)], [])
     """
     end = address + nbytes
-    while address < end:
-        border = min(end, (address // CHUNK + 1) * CHUNK)
-        yield address, border - address
-        address = border
+    inside = sorted(border for border in tuple(_borders) if address < border < end)
+    starts = [address, *inside] if nbytes else []
+    return [(start, stop - start) for start, stop in zip(starts, [*inside, end], strict=False)]
 
 
 class Registrar(Protocol):
@@ -73,6 +72,8 @@ class Pins:
             except RuntimeError as error:
                 left.append(address)
                 why = error
+            else:
+                _borders.discard(address)
         self._addresses = left[::-1]
         if why is not None:
             message = f"{len(left)} range(s) of host memory stay page-locked: {why}"
@@ -80,7 +81,7 @@ class Pins:
 
 
 def pin(address: int, nbytes: int, find: Callable[[], Registrar] | None = None) -> Pins | None:
-    """Page-lock a range of host memory, piece by piece.
+    """Page-lock a range of host memory, in as few pieces as drivers allow.
 
     Registering keeps the size exact; torch's own pinned allocator rounds it up to a power of two.
 
@@ -101,9 +102,10 @@ def pin(address: int, nbytes: int, find: Callable[[], Registrar] | None = None) 
     registrar: Registrar | None = None
     try:
         registrar = (find or _runtime)()
-        for start, size in pieces(address, nbytes):
-            registrar.register(start, size)
+        for start in range(address, address + nbytes, CHUNK):
+            registrar.register(start, min(CHUNK, address + nbytes - start))
             done.append(start)
+        _borders.update(done[1:])
     except RuntimeError as error:
         why = str(error)
         if registrar is not None:

@@ -217,7 +217,7 @@ def _registered(target: Tensor, source: Tensor) -> Iterator[Pair]:
     """Split a copy between runs where page-locking of the host's side does."""
     host = target if target.is_cpu else source
     first = _address(host) if host.is_cpu else None
-    found = [] if first is None else list(pieces(first, host.nbytes))
+    found = [] if first is None else pieces(first, host.nbytes)
     if first is None or len(found) == 1:
         yield target, source
         return

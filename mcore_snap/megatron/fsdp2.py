@@ -62,7 +62,7 @@ def _sharded_modules(chunk: nn.Module) -> Iterator[tuple[str, Any]]:
     # Whoever has such a module has imported its class; importing it here would cost others seconds.
     homes = [sys.modules[home] for home in _HOMES if home in sys.modules]
     classes = tuple(cls for home in homes if isinstance(cls := getattr(home, "FSDPModule", None), type))
-    for name, module in chunk.named_modules():
+    for name, module in chunk.named_modules() if classes else ():
         if isinstance(module, classes):
             yield name or "the model", module
 

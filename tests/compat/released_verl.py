@@ -6,82 +6,31 @@ verl itself needs a dozen packages and an accelerator; its functions for Megatro
 from __future__ import annotations
 
 import ast
-import functools
-import hashlib
 import logging
-import os
-import subprocess
-import sys
-import tempfile
-import zipfile
-from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from mcore_snap.bench.released_verl import FUNCTIONS, definition, execute, wheel
 
-VERSION: Final = "0.9.1"
-SHA256: Final = "db6e6f2a8d9d5808d9ec32d357a42319fdc6967df688ff9d9810050f49bfdd14"
+__all__ = [
+    "FUNCTIONS",
+    "TRAINERS",
+    "WORKER",
+    "actor_worker",
+    "definition",
+    "execute",
+    "megatron_utils",
+    "trainer",
+    "wheel",
+]
 
-FUNCTIONS: Final = "verl/utils/megatron_utils.py"
 WORKER: Final = "verl/experimental/separation/engine_workers.py"
 TRAINERS: Final = {
     "FullyAsyncTrainer": "verl/experimental/fully_async_policy/fully_async_trainer.py",
     "PPOTrainerSeparateAsync": "verl/trainer/ppo/v1/trainer_separate_async.py",
 }
-
-
-def wheel() -> Path:
-    """Return the released wheel, downloaded by pip where the cache does not have it yet.
-
-    Raises:
-        RuntimeError: It cannot be had, or it is not the file that was released.
-    """
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mcore_snap"
-    path = folder / f"verl-{VERSION}-py3-none-any.whl"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as fresh:
-            pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", fresh]
-            done = subprocess.run([*pip, f"verl=={VERSION}"], capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise RuntimeError(f"verl {VERSION} could not be downloaded:\n{done.stdout}{done.stderr}")
-            # At once, since several processes may come here.
-            (Path(fresh) / path.name).replace(path)
-    if (found := hashlib.sha256(path.read_bytes()).hexdigest()) != SHA256:
-        raise RuntimeError(f"{path}: expected sha256 {SHA256}, found {found}; delete it to download it again")
-    return path
-
-
-@functools.cache
-def parsed(file: str) -> ast.Module:
-    """Return the syntax tree of one file of the wheel."""
-    with zipfile.ZipFile(wheel()) as archive:
-        return ast.parse(archive.read(file), f"verl-{VERSION}/{file}")
-
-
-def definition(file: str, name: str) -> Any:
-    """Return the syntax tree of one function or class of a file.
-
-    Raises:
-        LookupError: The file defines no such thing, or several.
-    """
-    found = [node for node in parsed(file).body if getattr(node, "name", None) == name]
-    if len(found) != 1:
-        raise LookupError(f"{file}: expected one definition of {name}, found {len(found)}")
-    return found[0]
-
-
-def execute(nodes: list[Any], names: Mapping[str, Any], file: str) -> ModuleType:
-    """Run definitions in a module of their own that has these other names."""
-    module = ModuleType(Path(file).stem)
-    vars(module).update(names)
-    tree = ast.fix_missing_locations(ast.Module(nodes, []))
-    exec(compile(tree, f"verl-{VERSION}/{file}", "exec"), vars(module))
-    return module
 
 
 def megatron_utils() -> ModuleType:

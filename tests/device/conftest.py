@@ -1,0 +1,3 @@
+"""Keeps pytest from the script and its parts, which are run by hand where a device is at hand."""
+
+collect_ignore = ["bits.py", "check.py", "findings.py", "rates.py"]
