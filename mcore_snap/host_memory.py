@@ -235,7 +235,8 @@ class HostMemory:
         with self._locked():
             self._arriving -= nbytes
             self._coming[nbytes] -= 1
-            self._free[nbytes].append(slab)
+            if not self._keep_idle(slab):  # others came back meanwhile
+                slab.close()
             self._arrived.notify_all()
 
     def _end(self, number: int) -> None:
@@ -255,14 +256,18 @@ class HostMemory:
         surplus = []
         while self._ended:
             _, slab = self._leases.pop(self._ended.popleft())
-            enough = max(self._keep, self._wanted[slab.nbytes])
             # What other processes have mapped would change under them.
             shared = slab.exported or (slab.kind == "shared" and slab.is_inherited)
-            if shared or len(self._free[slab.nbytes]) >= enough:
+            if shared or not self._keep_idle(slab):
                 surplus.append(slab)
-            else:
-                self._free[slab.nbytes].append(slab)
         _close(surplus)
+
+    def _keep_idle(self, slab: Slab) -> bool:
+        idle = self._free[slab.nbytes]
+        room = len(idle) < max(self._keep, self._wanted[slab.nbytes])
+        if room:
+            idle.append(slab)
+        return room
 
 
 def _close(slabs: list[Slab]) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import traceback
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -22,12 +21,12 @@ from mcore_snap.host_memory import HostMemory
 from mcore_snap.in_flight import reading, wait_for_readers
 from mcore_snap.live_trees import look_once
 from mcore_snap.registration import Names, flatten
+from mcore_snap.slabs import letting_go
 from mcore_snap.snapshots import frozen_tree, leasing
 
 __all__ = ["PendingSnapshot", "fence", "snapshot_async"]
 
 T = TypeVar("T")
-R = TypeVar("R")
 
 _MOST: Final = 2
 """Snapshots under way at once: each holds its memory, and they share the machine's bandwidth."""
@@ -145,17 +144,8 @@ def fence(tree: Any) -> None:
     wait_for_readers([leaf for leaf in flatten(look_once(tree))[0] if isinstance(leaf, Tensor)])
 
 
-def _take(*job: Any) -> Any:
-    try:
-        return _taken(*job)
-    except BaseException as error:
-        # The future keeps the error, and with it these frames, whose variables hold the memory and the model.
-        traceback.clear_frames(error.__traceback__)
-        del job
-        raise
-
-
-def _taken(
+@letting_go
+def _take(
     leaves: Sequence[Tensor],
     treespec: optree.PyTreeSpec,
     memory: HostMemory | None,

@@ -26,7 +26,7 @@ def _reduce(leaf: FrozenLeaf) -> tuple[Any, ...]:
     private = leaf.private
     slab = find_shared(private.data_ptr()) if private.numel() else None
     if slab is None or slab.name is None:
-        return leaf.__reduce_ex__(5)
+        return leaf.__reduce_ex__(4)  # pipes and queues use no protocol that takes buffers
     # Who has it mapped may keep it for as long as it likes, and this process would not know.
     slab.exported = True
     spec = spec_of(private)

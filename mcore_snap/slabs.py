@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import mmap
 import os
 import secrets
 import sys
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.util import Finalize
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from mcore_snap.pinning import Pins, pin
 
-__all__ = ["Kind", "Slab", "attach", "find_shared", "unlink_all"]
+__all__ = ["Kind", "Slab", "attach", "find_shared", "letting_go"]
 
 Kind: TypeAlias = Literal["pageable", "pinned", "shared"]
 """Ordinary memory; memory that devices reach without staging; memory that other processes can map."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _HUGE: Final = 2 << 20
 _POPULATE_WRITE: Final = 23  # MADV_POPULATE_WRITE, Linux 5.14; Python has no name for it
@@ -166,7 +171,7 @@ def _shared() -> list[Slab]:
     return [slab for ref in list(_SHARED.values()) if (slab := ref()) is not None]
 
 
-def unlink_all() -> None:
+def _unlink_all() -> None:
     """Take the names of all shared slabs away, as this process ends."""
     for slab in _shared():
         slab.unlink()
@@ -190,7 +195,7 @@ def _at_exit() -> None:
     # Processes that multiprocessing forks off leave without `atexit`, but not without this.
     if os.getpid() not in _PROCESS:
         _PROCESS[:] = [os.getpid()]
-        Finalize(None, unlink_all, exitpriority=-1)  # once the children have been waited for
+        Finalize(None, _unlink_all, exitpriority=-1)  # once the children have been waited for
 
 
 _PROCESS: Final[list[int]] = []
@@ -215,6 +220,25 @@ def attach(name: str) -> Tensor:
         # torch warns that it has no read-only tensors. Nobody gets this one: it is private to a frozen leaf.
         warnings.simplefilter("ignore", UserWarning)
         return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+def letting_go(function: Callable[P, R]) -> Callable[P, R]:
+    """Have a function that fails give its memory back at once.
+
+    Whoever keeps the error, a future or a log, keeps its traceback, and with it the variables of all
+    frames below: host memory, and the model.
+    """
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)
+            del args, kwargs
+            raise
+
+    return wrapper
 
 
 def _map_private(nbytes: int) -> mmap.mmap:
