@@ -41,8 +41,11 @@ def shards(chunk: nn.Module, flat: FlatBuffer) -> Iterator[Shard]:
         group = group_of[id(bucket)]
         rank = int(group.intra_distributed_optimizer_instance_rank)
         size = int(group.intra_distributed_optimizer_instance_size)
-        length = bucket.param_data.numel() // size
-        yield Shard(bucket.param_data[rank * length : (rank + 1) * length], rank, size)
+        data = bucket.param_data
+        if data.untyped_storage().nbytes():  # torch slices no freed memory; whole, it is refused by name
+            length = data.numel() // size
+            data = data[rank * length : (rank + 1) * length]
+        yield Shard(data, rank, size)
 
 
 def check_shardable(chunks: Sequence[nn.Module]) -> None:
