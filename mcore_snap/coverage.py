@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 from mcore_snap.errors import StructureMismatch
 from mcore_snap.specs import dense_strides, element_offsets, span_of
@@ -13,8 +13,7 @@ from mcore_snap.specs import dense_strides, element_offsets, span_of
 __all__ = ["Region", "cover"]
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
+class Region(NamedTuple):
     """Where one named tensor lies.
 
     Attributes:
@@ -36,12 +35,11 @@ class Region:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     whole: bool = False
-    end: int = field(init=False)
-    """Byte offset behind the last element."""
 
-    def __post_init__(self) -> None:
-        """Work the end out once: it is compared many times."""
-        object.__setattr__(self, "end", self.start + span_of(self.shape, self.stride) * self.itemsize)
+    @property
+    def end(self) -> int:
+        """Byte offset behind the last element."""
+        return self.start + _span(self.shape, self.stride) * self.itemsize
 
     @property
     def dense(self) -> bool:
@@ -66,9 +64,12 @@ class Region:
         }
 
 
+# Asked many times of few shapes: of a flat buffer once for each parameter in it, of a layer's in every layer.
+_span = lru_cache(maxsize=1 << 12)(span_of)
+
+
 @lru_cache(maxsize=1 << 12)
 def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    # Of the flat buffer that holds a model's parameters this is asked once per parameter.
     return dense_strides(shape, stride) is not None
 
 
@@ -91,25 +92,32 @@ def cover(regions: Sequence[Region]) -> list[int | None]:
     owners: list[int | None] = [None] * len(regions)
     problems: list[str] = []
     groups: defaultdict[int, list[int]] = defaultdict(list)
+    ends = [region.end for region in regions]
     for index, region in enumerate(regions):
-        if region.end > region.start:  # an empty tensor has no byte to share
+        if ends[index] > region.start:  # an empty tensor has no byte to share
             groups[region.storage].append(index)
     for members in groups.values():
-        _cover_group(regions, members, owners, problems)
+        _cover_group(regions, ends, members, owners, problems)
     if problems:
         raise StructureMismatch("some tensors share memory in part, so no leaf can hold them", problems)
     return owners
 
 
-def _cover_group(regions: Sequence[Region], members: list[int], owners: list[int | None], problems: list[str]) -> None:
+def _cover_group(
+    regions: Sequence[Region],
+    ends: Sequence[int],
+    members: list[int],
+    owners: list[int | None],
+    problems: list[str],
+) -> None:
     # Flat buffers first, then by size, then as listed: whatever may hold another precedes it.
-    order = sorted(members, key=lambda i: (not regions[i].whole, regions[i].start - regions[i].end, i))
+    order = sorted(members, key=lambda i: (not regions[i].whole, regions[i].start - ends[i], i))
     leaves: list[int] = []
     for index in order:
         region = regions[index]
         for leaf in leaves:
             holder = regions[leaf]
-            if region.end <= holder.start or holder.end <= region.start:
+            if ends[index] <= holder.start or ends[leaf] <= region.start:
                 continue
             if _holds(holder, region):
                 owners[index] = leaf

@@ -110,6 +110,9 @@ def test_only_the_run_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         finished.append(was_current)
 
     assert timing.seconds_of(Contender("snapshot", run, finish=finish), subject) == 2.0
+    assert finished == [True, True], "a steady state was not reached first"
+    finished.clear()
+    assert timing.seconds_of(Contender("snapshot", run, finish=finish, fresh=True), subject) == 2.0
     assert finished == [True]
 
 

@@ -30,12 +30,14 @@ class Contender:
         run: Does it, and returns what was kept. Calls its argument while the old weights are in.
         tensors: Of a snapshot: the kept weights in what `run` returned, in the order of the model.
         finish: Waits for what `run` only began; not measured.
+        fresh: Whether it takes memory from the system each time, rather than memory that is there.
     """
 
     kind: Kind
     run: Callable[[Callable[[], object]], Any]
     tensors: Callable[[Any], Iterable[Tensor]] = lambda _: ()
     finish: Callable[[Any], Any] | None = None
+    fresh: bool = False
 
 
 def problem_of(contender: Contender, subject: Subject) -> str | None:
@@ -83,7 +85,7 @@ def _recycled(subject: Subject) -> Contender:
 
 def _cold(subject: Subject) -> Contender:
     tree = mcore_snap.model_tree(subject.model)
-    return Contender("snapshot", lambda _: mcore_snap.snapshot(tree, memory=HostMemory(keep=0)), _leaves)
+    return Contender("snapshot", lambda _: mcore_snap.snapshot(tree, memory=HostMemory(keep=0)), _leaves, fresh=True)
 
 
 def _load(subject: Subject) -> Contender:
@@ -144,7 +146,7 @@ def _verl(subject: Subject, kind: Kind) -> Contender:
             return save(models)
 
     if kind == "snapshot":
-        return Contender(kind, snapshot, _kept_by_verl)
+        return Contender(kind, snapshot, _kept_by_verl, fresh=True)
     old = subject.old_version("verl", lambda: snapshot(None))
 
     def look_back(look: Callable[[], object]) -> None:
@@ -153,7 +155,9 @@ def _verl(subject: Subject, kind: Kind) -> Contender:
         look()
         restore(models, current)
 
-    return Contender(kind, look_back if kind == "look-back" else lambda _: restore(models, old))
+    if kind == "look-back":
+        return Contender(kind, look_back, fresh=True)
+    return Contender(kind, lambda _: restore(models, old))
 
 
 VERL: Final = {
@@ -170,7 +174,7 @@ def _stage(subject: Subject) -> Contender:
     from torch.distributed.checkpoint.staging import BlockingAsyncStager  # noqa: PLC0415
 
     state, stager = subject.model.state_dict(), BlockingAsyncStager()
-    return Contender("snapshot", lambda _: stager.stage(state), lambda kept: kept.values())
+    return Contender("snapshot", lambda _: stager.stage(state), lambda kept: kept.values(), fresh=True)
 
 
 def _stage_again(subject: Subject) -> Contender:
@@ -183,7 +187,7 @@ def _stage_again(subject: Subject) -> Contender:
 
 def _deepcopy(subject: Subject) -> Contender:
     state = subject.model.state_dict()
-    return Contender("snapshot", lambda _: copy.deepcopy(state), lambda kept: kept.values())
+    return Contender("snapshot", lambda _: copy.deepcopy(state), lambda kept: kept.values(), fresh=True)
 
 
 OTHERS: Final = {"dcp_stage": _stage, "dcp_stage_reused": _stage_again, "deepcopy": _deepcopy}

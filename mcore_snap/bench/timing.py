@@ -42,12 +42,19 @@ def seconds_of(contender: Contender, subject: Subject) -> float:
     """Return how long one run takes, in seconds, from the current weights being live.
 
     The clock stops when the device is done, or, of a contender that finishes later, when the caller
-    may go on. What it kept is dropped after that. No garbage is collected meanwhile. Before it, memory
-    of the model's size is taken and given back: a virtual machine returns idle memory to its host, and
-    waiting for the host would else be in the time of whoever happens to take memory next.
+    may go on. What it kept is dropped after that. No garbage is collected meanwhile.
+
+    Before one that takes fresh memory, as much is taken and given back: a virtual machine returns idle
+    memory to its host, and waiting for the host would else be in the time of whoever happens to take
+    memory next. Any other one is run once untimed, so that each is measured in its steady state and not
+    in the wake of what happened to come before it.
     """
     subject.reset()
-    _have_memory_at_hand(subject.nbytes)
+    if contender.fresh:
+        _have_memory_at_hand(subject.nbytes)
+    else:
+        _run(contender)
+        subject.reset()
     _synchronize()
     collects = gc.isenabled()
     gc.disable()
@@ -63,6 +70,12 @@ def seconds_of(contender: Contender, subject: Subject) -> float:
     if contender.finish is not None:
         contender.finish(result)
     return taken
+
+
+def _run(contender: Contender) -> None:
+    result = contender.run(_nothing)
+    if contender.finish is not None:
+        contender.finish(result)
 
 
 def _have_memory_at_hand(nbytes: int) -> None:
