@@ -82,11 +82,13 @@ class QuantizedTensor(torch.Tensor):
 
     def by_rows(self) -> Tensor:
         """Return the values, as a product with an input reads them."""
-        raise NotImplementedError
+        msg = f"{type(self).__name__} has no values of its own"
+        raise TypeError(msg)
 
     def by_columns(self) -> Tensor:
         """Return the transposed values, as a product with a gradient reads them."""
-        raise NotImplementedError
+        msg = f"{type(self).__name__} has no values of its own"
+        raise TypeError(msg)
 
 
 class Float8Tensor(QuantizedTensor):
