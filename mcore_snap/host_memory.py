@@ -184,9 +184,14 @@ class HostMemory:
     def _held(self) -> int:
         return self._free_bytes() + self._arriving + sum(slab.nbytes for _, slab in self._leases.values())
 
+    def _holders(self) -> list[str]:
+        return [f"{label}: {slab.nbytes:,} bytes" for label, slab in self._leases.values()]
+
     def _drop_idle(self, but: int = 0) -> int:
         slabs = [slab for nbytes in list(self._free) if nbytes != but for slab in self._free.pop(nbytes)]
-        return _close(slabs)
+        for slab in slabs:
+            slab.close()
+        return sum(slab.nbytes for slab in slabs)
 
     def _allocate(self, nbytes: int) -> Slab:
         if self._limit is not None and self._held() + nbytes > self._limit:
@@ -196,14 +201,13 @@ class HostMemory:
             raise OutOfHostMemory(
                 f"expected at most {self._limit:,} bytes of host memory, found {held:,} held and {nbytes:,} more "
                 "asked for; drop a snapshot, or raise the limit",
-                [f"{label}: {slab.nbytes:,} bytes" for label, slab in self._leases.values()],
+                self._holders(),
             )
         kind: Kind = self._kind or ("pinned" if torch.accelerator.is_available() else "pageable")
         try:
             slab = Slab(nbytes, kind)
         except MemoryError as error:
-            lines = [f"{label}: {slab.nbytes:,} bytes" for label, slab in self._leases.values()]
-            raise OutOfHostMemory(str(error), lines) from error
+            raise OutOfHostMemory(str(error), self._holders()) from error
         if kind == "pinned" and slab.kind == "pageable":
             self._kind = "pageable"  # it has been said once why
         self._peak = max(self._peak, held + nbytes)
@@ -253,14 +257,12 @@ class HostMemory:
                 self._lock.release()
 
     def _take_back(self) -> None:
-        surplus = []
         while self._ended:
             _, slab = self._leases.pop(self._ended.popleft())
             # What other processes have mapped would change under them.
             shared = slab.exported or (slab.kind == "shared" and slab.is_inherited)
             if shared or not self._keep_idle(slab):
-                surplus.append(slab)
-        _close(surplus)
+                slab.close()
 
     def _keep_idle(self, slab: Slab) -> bool:
         idle = self._free[slab.nbytes]
@@ -268,12 +270,6 @@ class HostMemory:
         if room:
             idle.append(slab)
         return room
-
-
-def _close(slabs: list[Slab]) -> int:
-    for slab in slabs:
-        slab.close()
-    return sum(slab.nbytes for slab in slabs)
 
 
 def _snapshot_nbytes(tree: Any) -> int:
@@ -287,7 +283,11 @@ _DEFAULT: Final = HostMemory()
 
 
 def default_memory() -> HostMemory:
-    """Return the memory that `snapshot` uses if it is given none."""
+    """Return the memory that `snapshot` uses if it is given none.
+
+    >>> default_memory() is default_memory()
+    True
+    """
     return _DEFAULT
 
 
