@@ -109,3 +109,20 @@ def test_a_function_of_the_script_is_refused() -> None:
     local.__module__ = "__main__"
     with pytest.raises(ValueError, match="importable module"):
         run_ranks(local, 1)
+
+
+def die_the_first_time(rank: int, marker: str) -> str:
+    """Crash, unless that has happened before."""
+    import os
+    import signal
+    from pathlib import Path
+
+    if rank == 0 and not Path(marker).exists():
+        Path(marker).touch()
+        os.kill(os.getpid(), signal.SIGABRT)
+    return "done"
+
+
+def test_a_crash_that_does_not_happen_again_is_not_ours(tmp_path) -> None:
+    """Gloo crashes now and then while it starts; a second crash is told."""
+    assert run_ranks(die_the_first_time, 1, str(tmp_path / "crashed")) == ["done"]
