@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from mcore_snap import streams
 from mcore_snap.errors import SnapError
 from mcore_snap.frozen import FrozenLeaf
+from mcore_snap.neighbours import as_one, neighbours
 from mcore_snap.slabs import letting_go
 from mcore_snap.specs import aligned_offsets, overlaps_itself, span_of
 from mcore_snap.words import plain, storage_strides, words
@@ -31,7 +32,7 @@ _COPIED_AS_BITS: Final = frozenset(
 """Dtypes whose copy moves bits and nothing else; of the others it is made through integers."""
 
 _BATCH: Final = 512
-"""Leaves copied at a time at most: if one fails, that many are named as perhaps written."""
+"""Copies made at a time at most: if one fails, the leaves of all are named as perhaps written."""
 
 
 @letting_go
@@ -48,23 +49,34 @@ def capture(
         allocate: Gives so many bytes as a uint8 tensor.
         copies: What copies, if it was chosen before, in another thread.
     """
-    offsets, total = aligned_offsets([leaf.nbytes for leaf in leaves])
+    # Leaves that are neighbours in live memory are so in the slab, where no gap has to follow them there.
+    together = neighbours([(leaf,) for leaf in leaves])
+    offsets, total = aligned_offsets([leaf.nbytes for leaf in leaves], [index for run in together for index in run])
     with torch.inference_mode(mode=False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         slab = allocate(total)
         typed: dict[torch.dtype, Tensor] = {}
         targets = [_place(slab, offset, leaf, typed) for leaf, offset in zip(leaves, offsets, strict=True)]
         copies = copies or streams.copies_for(leaves)
-        pairs = []
+        ordinary, pairs = [], []
         for target, leaf in zip(targets, leaves, strict=True):
-            pair = (target, leaf) if _is_ordinary(target, leaf) else _as_words(target, plain(leaf))
-            if pair is None:
-                target.copy_(plain(leaf))  # conjugated or negated, lazily: there is nothing in memory yet
-            else:
+            if _is_ordinary(target, leaf):
+                ordinary.append((target, leaf))
+            elif pair := _as_words(target, plain(leaf)):
                 pairs.append(pair)
+            else:
+                target.copy_(plain(leaf))  # conjugated or negated, lazily: there is nothing in memory yet
+        pairs += _joined(ordinary) if together else ordinary
         for start in range(0, len(pairs), _BATCH):
             copies.copy(*zip(*pairs[start : start + _BATCH], strict=True))
         copies.wait()
     return [FrozenLeaf(target) for target in targets]
+
+
+def _joined(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    together = neighbours(pairs)
+    joined = {index for run in together for index in run}
+    yield from (as_one([pairs[index] for index in run]) for run in together)
+    yield from (pair for index, pair in enumerate(pairs) if index not in joined)
 
 
 def _place(slab: Tensor, offset: int, leaf: Tensor, typed: dict[torch.dtype, Tensor]) -> Tensor:
@@ -147,42 +159,59 @@ def write(writes: Sequence[Write], *, tracked: bool) -> None:
                 _write_batch(batch, copies, tracked=tracked)
             except Exception as error:
                 with contextlib.suppress(Exception):
-                    _settle(copies)  # what is said to be written has to be there
-                raise _failed(error, done, batch) from error
-            done += batch
+                    copies.wait()  # what is said to be written has to be there
+                raise _failed(error, done, [one for unit in batch for one in unit]) from error
+            done += [one for unit in batch for one in unit]
         try:
             copies.wait()
         except Exception as error:
             raise _failed(error, [], done) from error
 
 
-def _settle(late: streams.Copies) -> None:
-    late.wait()
+_Unit: TypeAlias = list[Write]
+"""What one copy writes: a leaf, or several that are neighbours."""
 
 
-def _batches(writes: Sequence[Write]) -> Iterator[list[Write]]:
+def _batches(writes: Sequence[Write]) -> Iterator[list[_Unit]]:
     # Small ordinary leaves many at a time, every other one alone.
-    batch: list[Write] = []
-    for one in writes:
-        small = one.target.nbytes < _SMALL and not one.target.is_inference() and _is_ordinary(one.target, one.source)
+    ordinary = {
+        index: (one.target, one.source)
+        for index, one in enumerate(writes)
+        if _is_ordinary(one.target, one.source) and not one.target.is_inference()
+    }
+    places = list(ordinary)
+    units = [[places[index] for index in run] for run in neighbours(list(ordinary.values()))]
+    joined = {index for unit in units for index in unit}
+    units += [[index] for index in range(len(writes)) if index not in joined]
+    batch: list[_Unit] = []
+    for indices in sorted(units, key=min):
+        unit = [writes[index] for index in indices]
+        small = indices[0] in ordinary and sum(one.target.nbytes for one in unit) < _SMALL
         if small and len(batch) < _BATCH:
-            batch.append(one)
+            batch.append(unit)
             continue
         if batch:
             yield batch
-        batch = [one] if small else []
+        batch = [unit] if small else []
         if not small:
-            yield [one]
+            yield [unit]
     if batch:
         yield batch
 
 
-def _write_batch(batch: Sequence[Write], copies: streams.Copies, *, tracked: bool) -> None:
-    targets = [plain(one.target) if tracked else plain(one.target).data for one in batch]
-    sources = [plain(one.source) for one in batch]
+def _write_batch(batch: Sequence[_Unit], copies: streams.Copies, *, tracked: bool) -> None:
+    targets = [plain(unit[0].target) if tracked else plain(unit[0].target).data for unit in batch]
+    sources = [plain(unit[0].source) for unit in batch]
     with torch.inference_mode(targets[0].is_inference()):
         if _is_ordinary(targets[0], sources[0]):
-            copies.copy(targets, sources)
+            rest = [[(one.target, one.source) for one in unit[1:]] for unit in batch]
+            pairs = [
+                as_one([pair, *more]) if more else pair
+                for pair, more in zip(zip(targets, sources, strict=True), rest, strict=True)
+            ]
+            copies.copy(*zip(*pairs, strict=True))
+            if tracked and any(rest):  # written as part of another, so that only that one's version has moved
+                torch.autograd.graph.increment_version([target for more in rest for target, _ in more])
         elif pair := _as_words(targets[0], sources[0]):
             copies.copy(pair[:1], pair[1:])
         elif _overlapping(targets[0]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 __all__ = [
@@ -118,15 +118,33 @@ def element_offsets(shape: tuple[int, ...], stride: tuple[int, ...]) -> Iterator
         yield sum(i * step for i, step in zip(index, stride, strict=True))
 
 
-def aligned_offsets(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
+def aligned_offsets(sizes: Sequence[int], order: Sequence[int] = ()) -> tuple[tuple[int, ...], int]:
     """Return where leaves of these sizes begin in one slab, and the slab's size, all in bytes.
+
+    The size is the same in any order.
+
+    Args:
+        sizes: Sizes of the leaves.
+        order: In which order they are to lie, by index; those that it leaves out come behind. As listed by
+            default.
 
     >>> aligned_offsets([3, 64, 1])
     ((0, 64, 128), 129)
+    >>> aligned_offsets([3, 64, 1], [2, 1, 0])
+    ((64, 0, 128), 129)
     """
-    offsets, end = [], 0
-    for size in sizes:
-        start = -(-end // ALIGNMENT) * ALIGNMENT
-        offsets.append(start)
-        end = start + size
-    return tuple(offsets), end
+    lying: Iterable[int] = range(len(sizes))
+    last = len(sizes) - 1
+    if order:
+        # The size is that of the leaves as listed, at whose end no gap is counted: who needs one stays the last.
+        first = [index for index in order if index != last or sizes[last] % ALIGNMENT == 0]
+        lying = [*first, *sorted(set(lying).difference(first))]
+    offsets, end = [0] * len(sizes), 0
+    for index in lying:
+        offsets[index] = end
+        end += _aligned(sizes[index])
+    return tuple(offsets), end - (_aligned(sizes[last]) - sizes[last] if sizes else 0)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faked_devices
 import pytest
 import torch
+from faked_devices import numbers, on
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,23 +15,8 @@ from mcore_snap.testing.fake_accelerator import FakeAccelerator, fake_accelerato
 from mcore_snap.testing.raw_bytes import to_bytes
 from mcore_snap.testing.strategies import tensors
 
-EAGER = ("none", "first", "others")
-
-
-@pytest.fixture(params=EAGER)
-def accelerator(request):
-    """Fake devices, once for each way to schedule them."""
-    with fake_accelerator(request.param) as fake:
-        yield fake
-
-
-def _numbers(start: int, count: int = 4) -> torch.Tensor:
-    return torch.arange(start, start + count, dtype=torch.int32)
-
-
-def _on(fake: FakeAccelerator, values: torch.Tensor, index: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the same memory as a device tensor and as what a kernel of that device writes to."""
-    return fake.tensor(values, index), values
+# Not imported by name: the tests' arguments would shadow the import.
+accelerator = faked_devices.accelerator
 
 
 # --- on the host
@@ -69,7 +56,7 @@ def test_host_copies_write_inference_tensors_and_others_in_any_mode(surrounding:
 
 def test_the_host_waits_for_events_only(accelerator: FakeAccelerator) -> None:
     """Once per batch and device, after all copies were queued; nothing that blocks before."""
-    sources = [accelerator.tensor(_numbers(n)) for n in range(3)]
+    sources = [accelerator.tensor(numbers(n)) for n in range(3)]
     copies = copies_for(sources)
     copies.copy([torch.zeros(4, dtype=torch.int32) for _ in sources], sources)
     assert ("synchronize",) not in accelerator.log
@@ -124,7 +111,7 @@ def test_no_copy_crosses_a_border_of_page_locked_ranges(
 ) -> None:
     """The driver refuses those; one that lies within is not split."""
     host = locked[part]
-    there, memory = _on(accelerator, torch.zeros(host.numel(), dtype=torch.int32))
+    there, memory = on(accelerator, torch.zeros(host.numel(), dtype=torch.int32))
     copies = copies_for([there])
     copies.copy([there], [host])
     copies.wait()
@@ -152,7 +139,7 @@ def test_inference_tensors_and_others_in_any_mode(accelerator: FakeAccelerator, 
 def test_read_only_leaves_can_be_sources(accelerator: FakeAccelerator) -> None:
     """What a tree_map passes on as it is, is a read-only alias: it has no address to write to, and needs none."""
     kept = snapshot({"w": torch.arange(5)})
-    target, memory = _on(accelerator, torch.zeros(5, dtype=torch.int64))
+    target, memory = on(accelerator, torch.zeros(5, dtype=torch.int64))
     copies = copies_for([target])
     copies.copy([target], [kept["w"]])
     copies.wait()
@@ -169,7 +156,7 @@ def test_memory_that_gives_no_address_is_copied_in_one_piece(locked: torch.Tenso
             raise RuntimeError("Cannot access data pointer of Tensor")
 
     with fake_accelerator() as fake:
-        target, memory = _on(fake, torch.zeros(100, dtype=torch.int32))
+        target, memory = on(fake, torch.zeros(100, dtype=torch.int32))
         copies = copies_for([target])
         copies.copy([target], [locked.as_subclass(Older)])
         copies.wait()

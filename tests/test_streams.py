@@ -9,29 +9,16 @@ import gc
 import threading
 import weakref
 
+import faked_devices
 import pytest
 import torch
+from faked_devices import numbers, on
 
 from mcore_snap.streams import DeviceCopies, HostCopies, copies_for
-from mcore_snap.testing.fake_accelerator import FakeAccelerator, fake_accelerator
+from mcore_snap.testing.fake_accelerator import FakeAccelerator
 
-EAGER = ("none", "first", "others")
-
-
-@pytest.fixture(params=EAGER)
-def accelerator(request):
-    """Fake devices, once for each way to schedule them."""
-    with fake_accelerator(request.param) as fake:
-        yield fake
-
-
-def _numbers(start: int, count: int = 4) -> torch.Tensor:
-    return torch.arange(start, start + count, dtype=torch.int32)
-
-
-def _on(fake: FakeAccelerator, values: torch.Tensor, index: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the same memory as a device tensor and as what a kernel of that device writes to."""
-    return fake.tensor(values, index), values
+# Not imported by name: the tests' arguments would shadow the import.
+accelerator = faked_devices.accelerator
 
 
 def test_only_tensors_on_a_device_need_a_device(accelerator: FakeAccelerator) -> None:
@@ -46,19 +33,19 @@ def test_only_tensors_on_a_device_need_a_device(accelerator: FakeAccelerator) ->
 
 def test_work_issued_before_is_seen(accelerator: FakeAccelerator) -> None:
     """A kernel that writes the weights and has not run yet comes before the copy."""
-    source, memory = _on(accelerator, _numbers(0))
+    source, memory = on(accelerator, numbers(0))
     target = torch.zeros(4, dtype=torch.int32)
     accelerator.put(lambda: memory.add_(10))
     copies = copies_for([source])
     accelerator.put(lambda: memory.add_(100))
     copies.copy([target], [source])
     copies.wait()
-    assert target.tolist() == _numbers(110).tolist()
+    assert target.tolist() == numbers(110).tolist()
 
 
 def test_the_stream_that_was_current_counts_also_in_another_thread(accelerator: FakeAccelerator) -> None:
     """Each thread has current streams of its own: the one that produced the weights is the caller's."""
-    source, memory = _on(accelerator, _numbers(0))
+    source, memory = on(accelerator, numbers(0))
     target = torch.zeros(4, dtype=torch.int32)
     accelerator.set_stream(accelerator.stream(accelerator.device()))
     accelerator.put(lambda: memory.add_(10))
@@ -71,12 +58,12 @@ def test_the_stream_that_was_current_counts_also_in_another_thread(accelerator: 
     thread = threading.Thread(target=other)
     thread.start()
     thread.join()
-    assert target.tolist() == _numbers(10).tolist()
+    assert target.tolist() == numbers(10).tolist()
 
 
 def test_several_devices_in_one_tree(accelerator: FakeAccelerator) -> None:
     """Each device's copies go through a stream of that device, behind that device's work; host pairs as well."""
-    memories = [_numbers(0), _numbers(50), _numbers(70)]
+    memories = [numbers(0), numbers(50), numbers(70)]
     sources = [accelerator.tensor(memories[0], 0), accelerator.tensor(memories[1], 1), memories[2]]
     targets = [torch.zeros(4, dtype=torch.int32) for _ in sources]
     for index in (0, 1):
@@ -84,7 +71,7 @@ def test_several_devices_in_one_tree(accelerator: FakeAccelerator) -> None:
     copies = copies_for(sources)
     copies.copy(targets, sources)
     copies.wait()
-    assert [t.tolist() for t in targets] == [_numbers(n).tolist() for n in (1, 51, 70)]
+    assert [t.tolist() for t in targets] == [numbers(n).tolist() for n in (1, 51, 70)]
     streams = {entry[1].device: entry[2].device for entry in accelerator.log if entry[0] == "record_stream"}
     assert streams == {accelerator.device(0): accelerator.device(0), accelerator.device(1): accelerator.device(1)}
 
@@ -94,35 +81,35 @@ def test_several_devices_in_one_tree(accelerator: FakeAccelerator) -> None:
 
 def test_work_issued_after_a_copy_to_the_device_sees_it(accelerator: FakeAccelerator) -> None:
     """Without the host having waited, and without a later kernel overtaking the copy."""
-    target, memory = _on(accelerator, _numbers(0))
+    target, memory = on(accelerator, numbers(0))
     seen: list[list[int]] = []
     accelerator.put(lambda: seen.append(memory.tolist()))
     copies = copies_for([target])
-    copies.copy([target], [_numbers(10)])
+    copies.copy([target], [numbers(10)])
     accelerator.put(lambda: seen.append(memory.tolist()))
     accelerator.current_stream().run()
     copies.wait()
-    assert seen == [_numbers(0).tolist(), _numbers(10).tolist()]
+    assert seen == [numbers(0).tolist(), numbers(10).tolist()]
 
 
 def test_the_stream_that_was_current_sees_what_another_thread_copied(accelerator: FakeAccelerator) -> None:
     """The forward pass after a load runs on the caller's stream."""
-    target, memory = _on(accelerator, _numbers(0))
+    target, memory = on(accelerator, numbers(0))
     accelerator.set_stream(accelerator.stream(accelerator.device()))
     copies = copies_for([target])
-    thread = threading.Thread(target=copies.copy, args=([target], [_numbers(10)]))
+    thread = threading.Thread(target=copies.copy, args=([target], [numbers(10)]))
     thread.start()
     thread.join()
     seen: list[list[int]] = []
     accelerator.put(lambda: seen.append(memory.tolist()))
     accelerator.current_stream().run()
-    assert seen == [_numbers(10).tolist()]
+    assert seen == [numbers(10).tolist()]
 
 
 def test_between_devices_both_sides_work_counts(accelerator: FakeAccelerator) -> None:
     """A source on one device and a target on another, not named when the layer was chosen."""
-    source, produced = _on(accelerator, _numbers(0), 1)
-    target, memory = _on(accelerator, _numbers(90), 0)
+    source, produced = on(accelerator, numbers(0), 1)
+    target, memory = on(accelerator, numbers(90), 0)
     seen: list[list[int]] = []
     accelerator.put(lambda: produced.add_(5), 1)
     accelerator.put(lambda: seen.append(memory.tolist()), 0)
@@ -131,7 +118,7 @@ def test_between_devices_both_sides_work_counts(accelerator: FakeAccelerator) ->
     accelerator.put(lambda: seen.append(memory.tolist()), 0)
     accelerator.current_stream(accelerator.device(0)).run()
     copies.wait()
-    assert seen == [_numbers(90).tolist(), _numbers(5).tolist()]
+    assert seen == [numbers(90).tolist(), numbers(5).tolist()]
 
 
 # --- memory
@@ -139,7 +126,7 @@ def test_between_devices_both_sides_work_counts(accelerator: FakeAccelerator) ->
 
 def test_both_sides_live_until_they_are_waited_for(accelerator: FakeAccelerator) -> None:
     """Host memory is recycled when its last tensor is gone, a device's likewise."""
-    source, target = accelerator.tensor(_numbers(0)), torch.zeros(4, dtype=torch.int32)
+    source, target = accelerator.tensor(numbers(0)), torch.zeros(4, dtype=torch.int32)
     alive = [weakref.ref(source), weakref.ref(target)]
     copies = copies_for([source])
     copies.copy([target], [source])
@@ -154,21 +141,21 @@ def test_both_sides_live_until_they_are_waited_for(accelerator: FakeAccelerator)
 
 def test_copies_that_are_dropped_are_waited_for(accelerator: FakeAccelerator) -> None:
     """Or memory would be leased again while a device still writes to it."""
-    source, _ = _on(accelerator, _numbers(3))
+    source, _ = on(accelerator, numbers(3))
     target = torch.zeros(4, dtype=torch.int32)
     copies = copies_for([source])
     copies.copy([target], [source])
     del copies
     gc.collect()
-    assert target.tolist() == _numbers(3).tolist()
+    assert target.tolist() == numbers(3).tolist()
 
 
 def test_freed_device_memory_is_not_handed_out_under_a_copy(accelerator: FakeAccelerator) -> None:
     """Offloading frees storage under living tensors: the allocator knows of the stream that uses it, on both sides."""
-    source, _ = _on(accelerator, _numbers(0))
-    target, _ = _on(accelerator, _numbers(10))
+    source, _ = on(accelerator, numbers(0))
+    target, _ = on(accelerator, numbers(10))
     copies = copies_for([source, target])
-    copies.copy([torch.zeros(4, dtype=torch.int32), target], [source, _numbers(5)])
+    copies.copy([torch.zeros(4, dtype=torch.int32), target], [source, numbers(5)])
     recorded = {entry[1].data_ptr(): entry[2] for entry in accelerator.log if entry[0] == "record_stream"}
     copies.wait()
     assert set(recorded) == {source.data_ptr(), target.data_ptr()}
@@ -180,7 +167,7 @@ def test_an_error_half_way_leaves_nothing_under_way_and_the_current_stream_as_it
     accelerator: FakeAccelerator,
 ) -> None:
     """What was issued before the error is waited for all the same."""
-    sources = [accelerator.tensor(_numbers(n)) for n in (0, 10)]
+    sources = [accelerator.tensor(numbers(n)) for n in (0, 10)]
     targets = [torch.zeros(4, dtype=torch.int32) for _ in sources]
     here = accelerator.current_stream()
     copies = copies_for(sources)
@@ -189,7 +176,7 @@ def test_an_error_half_way_leaves_nothing_under_way_and_the_current_stream_as_it
         copies.copy(targets, sources)
     assert accelerator.current_stream() is here
     copies.wait()
-    assert targets[0].tolist() == _numbers(0).tolist()
+    assert targets[0].tolist() == numbers(0).tolist()
 
 
 def test_current_stream_and_device_are_given_back(accelerator: FakeAccelerator) -> None:
@@ -197,7 +184,7 @@ def test_current_stream_and_device_are_given_back(accelerator: FakeAccelerator) 
     mine = [accelerator.stream(accelerator.device(index)) for index in (0, 1)]
     accelerator.set_stream(mine[1])
     accelerator.set_stream(mine[0])
-    sources = [accelerator.tensor(_numbers(0), index) for index in (0, 1)]
+    sources = [accelerator.tensor(numbers(0), index) for index in (0, 1)]
     copies = copies_for(sources)
     copies.copy([torch.zeros(4, dtype=torch.int32) for _ in sources], sources)
     assert accelerator.current_stream() is mine[0]
@@ -210,7 +197,7 @@ def test_another_thread_never_makes_the_first_device_current(accelerator: FakeAc
 
     Recording an event makes its device current for a moment, and then the one before.
     """
-    source, produced = _on(accelerator, _numbers(0), 1)
+    source, produced = on(accelerator, numbers(0), 1)
     target = torch.zeros(4, dtype=torch.int32)
     here = accelerator.stream(accelerator.device(1))
     accelerator.set_stream(here)
@@ -230,16 +217,16 @@ def test_another_thread_never_makes_the_first_device_current(accelerator: FakeAc
     assert {entry[1] for entry in accelerator.log if entry[0] == "event"} == {accelerator.device(1)}
     assert seen == [accelerator.device(1)]
     assert accelerator.current_stream() is here
-    assert target.tolist() == _numbers(1).tolist()
+    assert target.tolist() == numbers(1).tolist()
 
 
 def test_the_stream_that_hands_the_copy_over_sees_it_as_well(accelerator: FakeAccelerator) -> None:
     """Work may go on another stream than the one that was current when the layer was chosen."""
-    target, memory = _on(accelerator, _numbers(0))
+    target, memory = on(accelerator, numbers(0))
     copies = copies_for([target])
     accelerator.set_stream(accelerator.stream(accelerator.device()))
-    copies.copy([target], [_numbers(10)])
+    copies.copy([target], [numbers(10)])
     seen: list[list[int]] = []
     accelerator.put(lambda: seen.append(memory.tolist()))
     accelerator.current_stream().run()
-    assert seen == [_numbers(10).tolist()]
+    assert seen == [numbers(10).tolist()]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +12,13 @@ from torch import Tensor, nn
 from mcore_snap.errors import StructureMismatch
 from mcore_snap.live import Live, mark_live
 
-__all__ = ["extra_state_of"]
+__all__ = ["Modules", "extra_state_of"]
+
+Modules: TypeAlias = Sequence[tuple[str, nn.Module]]
+"""What ``named_modules()`` of a chunk gives."""
 
 
-def extra_state_of(chunk: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def extra_state_of(modules: Modules) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the extra state of a chunk's modules, as bytes by module name: of those that have some, and of the rest.
 
     ``None`` is no state and no leaf: Megatron-Core's own linear layers always return it. Transformer
@@ -27,7 +31,7 @@ def extra_state_of(chunk: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tenso
     problems: list[str] = []
     present: dict[str, Tensor] = {}
     absent: dict[str, Tensor] = {}
-    for name, module in chunk.named_modules():
+    for name, module in modules:
         if type(module).get_extra_state is nn.Module.get_extra_state:
             continue
         try:

@@ -56,6 +56,8 @@ def inner_tensors(tensor: Tensor) -> Inner | None:
     >>> pair.parts
     (('a', tensor([0.])), ('b', tensor([1.])))
     """
+    if not _is_wrapper(tensor):  # nearly every one
+        return None
     after: list[Callable[[], None]] = []
     parts = _expand(tensor, "", after)
     if len(parts) == 1 and parts[0][1] is tensor:

@@ -12,7 +12,7 @@ two things:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -134,13 +134,13 @@ class Refresh:
         return id(self.tensor)
 
 
-def keeps_copies(chunk: nn.Module) -> bool:
-    """Tell whether modules of a chunk keep quantized copies of weights that are not quantized themselves.
+def keeps_copies(modules: Iterable[nn.Module]) -> bool:
+    """Tell whether some of these modules keep quantized copies of weights that are not quantized themselves.
 
-    >>> keeps_copies(nn.Linear(1, 1))
+    >>> keeps_copies([nn.Linear(1, 1)])
     False
     """
-    return any(isinstance(getattr(module, _COPIES, None), dict) for module in chunk.modules())
+    return any(isinstance(vars(module).get(_COPIES), dict) for module in modules)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class ForgetCopies:
     def __call__(self) -> None:
         """Empty what is there; graphs made before keep what they saved."""
         for module in self.chunk.modules():
-            copies = getattr(module, _COPIES, None)
+            copies = vars(module).get(_COPIES)
             if isinstance(copies, dict):
                 copies.clear()
 

@@ -10,8 +10,9 @@ an explicit attention mask, and the all-gather token dispatcher (see :mod:`mcore
 
 from __future__ import annotations
 
+import functools
 import importlib
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final
 from unittest import mock
 
@@ -20,22 +21,31 @@ from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
-__all__ = ["cpu_megatron", "cuda_as_cpu"]
+__all__ = ["cpu_megatron", "cuda_as_cpu", "nothing_quantized", "without_cuda"]
 
 _CPU: Final = torch.device("cpu")
 
 
-@contextmanager
+def without_cuda(replacing: Callable[[], Iterator[None]]) -> Callable[[], AbstractContextManager[None]]:
+    """Make a context manager of a generator function; it does nothing where CUDA is available."""
+    replaced = contextmanager(replacing)
+
+    @functools.wraps(replacing)
+    def where_missing() -> AbstractContextManager[None]:
+        return nullcontext() if torch.cuda.is_available() else replaced()
+
+    return where_missing
+
+
+@without_cuda
 def cpu_megatron() -> Iterator[None]:
     """Let Megatron-Core build and run models on the CPU inside the ``with`` block.
 
     Process-local, re-entrant, and undone on leaving. Megatron's optimizer needs more than this:
     see :func:`cuda_as_cpu`.
     """
-    if torch.cuda.is_available():
-        yield
-        return
     with ExitStack() as stack:
 
         def replace(owner: object, name: str, value: object, *, create: bool = False) -> None:
@@ -57,22 +67,26 @@ def cpu_megatron() -> Iterator[None]:
             # The router of 0.15 and 0.16 reads this name, which only Transformer Engine defines.
             replace(moe_utils, "te_general_gemm", None, create=True)
         if _megatron_version() < (0, 13):
-            # 0.12 raises without Transformer Engine even where no parameter is quantized.
-            optimizer = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
-            replace(optimizer, "quantize_param_shard", lambda *_, **__: None)
+            stack.enter_context(nothing_quantized("optimizer.distrib_optimizer"))
         yield
 
 
-@contextmanager
+def nothing_quantized(module: str) -> AbstractContextManager[object]:
+    """Let 0.12 update weights, of which none is quantized, from the main weights in this part of `megatron.core`.
+
+    Without Transformer Engine it raises at once, before it has looked whether one is.
+    """
+    owner = importlib.import_module(f"megatron.core.{module}")
+    return mock.patch.object(owner, "quantize_param_shard", return_value=None)
+
+
+@without_cuda
 def cuda_as_cpu() -> Iterator[None]:
     """Redirect explicit CUDA requests to the CPU while Megatron's optimizer is built or steps.
 
     The optimizer hard-codes ``device="cuda"`` and sorts parameters by the CUDA name of their type.
     The redirection is a :class:`TorchFunctionMode`, so it slows every torch call inside the block.
     """
-    if torch.cuda.is_available():
-        yield
-        return
     with _CudaAsCpu():
         yield
 
@@ -91,6 +105,9 @@ class _CudaAsCpu(TorchFunctionMode):
             options["device"] = _CPU
         if func is torch.Tensor.cuda:
             return args[0]
+        # Megatron-FSDP takes a device with its number, and none but the current one.
+        if func is torch.device and args and str(args[0]).startswith("cuda:"):
+            return _CPU
         result = func(*args, **options)
         if func is torch.Tensor.type and len(args) == 1 and not options:
             # DistributedOptimizer accepts "torch.cuda.FloatTensor", never "torch.FloatTensor".

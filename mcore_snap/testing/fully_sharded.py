@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 from unittest import mock
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
-from torch.overrides import TorchFunctionMode
 
-from mcore_snap.testing.cpu import cuda_as_cpu
+from mcore_snap.testing.cpu import cuda_as_cpu, nothing_quantized, without_cuda
 from mcore_snap.testing.forward import forward
 from mcore_snap.testing.gpt import gpt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor, nn
 
@@ -126,28 +125,23 @@ def train_step(
     return float(loss.item())
 
 
-@contextmanager
+@without_cuda
 def cpu_fully_sharded() -> Iterator[None]:
     """Let fully sharded models be built and run on the CPU inside the ``with`` block.
 
     Comes on top of :func:`mcore_snap.testing.cpu.cpu_megatron`; does nothing where CUDA is available.
     """
-    if torch.cuda.is_available():
-        yield
-        return
     with ExitStack() as stack:
         for home in ("torch_fully_sharded_data_parallel", "fsdp.mcore_fsdp_adapter"):
             module = _module(home)
             if module is not None:
                 stack.enter_context(mock.patch.object(module, "DeviceMesh", _CpuMesh(module.DeviceMesh)))
-        custom = _module("custom_fsdp.param_and_grad_buffer")
-        if custom is not None:
-            # Raises without Transformer Engine even where no parameter is quantized.
-            stack.enter_context(mock.patch.object(custom, "quantize_param_shard", return_value=None))
+        custom = "custom_fsdp.param_and_grad_buffer"
+        if _module(custom) is not None:
+            stack.enter_context(nothing_quantized(f"distributed.{custom}"))
         for name, value in _CUDA.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(cuda_as_cpu())
-        stack.enter_context(_CpuDevices())
         yield
 
 
@@ -160,22 +154,6 @@ class _CpuMesh:
     def from_group(self, group: object, device_type: str = "cuda", **options: Any) -> object:
         del device_type
         return self.real.from_group(group, "cpu", **options)
-
-
-class _CpuDevices(TorchFunctionMode):
-    """Makes `torch.device("cuda:0")` the CPU."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        del types
-        if func is torch.device and args and str(args[0]).startswith("cuda:"):
-            return torch.device("cpu")
-        return func(*args, **(kwargs or {}))
 
 
 class _Stream:

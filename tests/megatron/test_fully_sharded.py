@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 import torch
 from configurations import bits, differing
+from half_a_step import load_before_backward
 
 from mcore_snap import compare, load, model_tree, named_leaves, snapshot, swapped
 from mcore_snap.errors import NotReady, StructureMismatch
@@ -150,25 +152,10 @@ def test_training_goes_on_as_without_the_look_back(name: str) -> None:
     assert run_ranks(look_back_and_train, 2, name) == [[], []]
 
 
-def load_before_backward(rank: int, name: str) -> None:
-    """Load other weights between forward and backward, when the graph holds the gathered ones."""
-    with cpu_fully_sharded():
-        chunks = fsdp2_gpt(**_MODELS[name])
-        tree = model_tree(chunks)
-        kept = snapshot(tree)
-
-        def rewind(now: str) -> None:
-            if now == "forward":
-                load(tree, kept)
-
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            train_step(chunks, batch(0, rank), pause=rewind)
-
-
 @pytest.mark.parametrize("name", ["dense", "dense-left-unsharded"])
 def test_load_before_backward_fails_loudly(name: str) -> None:
     """The graph holds the parameters that were gathered, and these count the load as well."""
-    run_ranks(load_before_backward, 2, name)
+    run_ranks(load_before_backward, 2, partial(fsdp2_gpt, **_MODELS[name]))
 
 
 def load_whole(rank: int) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from importlib import metadata
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 import torch
 from configurations import bits, differing, is_attention
+from half_a_step import load_before_backward
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -201,25 +203,10 @@ def test_a_snapshot_after_the_update_is_never_stale(strategy: str, overlap: bool
         assert found[0][2] == found[1][2], "whole weights are the same on all ranks"
 
 
-def load_before_backward(rank: int, strategy: str) -> None:
-    """Load other weights between forward and backward, when the graph holds the current ones."""
-    with cpu_fully_sharded():
-        chunks = megatron_fsdp_gpt(strategy)
-        tree = model_tree(chunks)
-        kept = snapshot(tree)
-
-        def rewind(now: str) -> None:
-            if now == "forward":
-                load(tree, kept)
-
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            train_step(chunks, batch(0, rank), pause=rewind)
-
-
 @pytest.mark.parametrize("strategy", _STRATEGIES)
 def test_load_before_backward_fails_loudly(strategy: str) -> None:
     """Gradients of a mixture of two versions are never computed in silence, wherever the weights lie."""
-    run_ranks(load_before_backward, 2, strategy)
+    run_ranks(load_before_backward, 2, partial(megatron_fsdp_gpt, strategy))
 
 
 def load_unwrapped(rank: int) -> list[str]:

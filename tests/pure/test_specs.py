@@ -103,6 +103,24 @@ def test_leaves_in_a_slab_are_aligned_apart_and_tight(sizes):
     assert total == end
 
 
+@given(st.lists(st.one_of(st.integers(0, 300), st.sampled_from([64, 128])), max_size=8), st.data())
+def test_leaves_lie_in_any_order_in_a_slab_of_the_same_size(sizes, data):
+    """As asked for, one behind the other, but for the last one listed; none of them reaches beyond the slab."""
+    order = data.draw(st.lists(st.sampled_from(range(len(sizes))), unique=True)) if sizes else []
+    offsets, total = aligned_offsets(sizes, order)
+    assert total == aligned_offsets(sizes)[1]
+    lying = sorted(range(len(sizes)), key=lambda index: (offsets[index], sizes[index]))
+    end = 0
+    for index in lying:
+        assert offsets[index] % ALIGNMENT == 0
+        assert end <= offsets[index] <= total - sizes[index]
+        end = offsets[index] + sizes[index]
+    free = [index for index in order if index != len(sizes) - 1 or sizes[index] % ALIGNMENT == 0]
+    starts = [offsets[index] for index in free]
+    assert starts == sorted(starts)
+    assert all(offsets[index] == 0 for index in free[:1])
+
+
 def test_a_spec_reads_as_dtype_and_shape():
     """Errors show specs in this form."""
     assert str(LeafSpec("float8_e4m3fn", ())) == "float8_e4m3fn[]"
