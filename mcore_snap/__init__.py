@@ -26,10 +26,11 @@ from mcore_snap.errors import (
     SnapError,
     StructureMismatch,
 )
-from mcore_snap.host_memory import HostMemory, HostMemoryStats, default_memory
+from mcore_snap.host_memory import HostMemory, default_memory
 from mcore_snap.loading import load
 from mcore_snap.megatron.rollback import rollback
 from mcore_snap.megatron.tree import model_tree
+from mcore_snap.memory_stats import HostMemoryStats
 from mcore_snap.naming import named_leaves, named_parameters
 from mcore_snap.nodes import ChunkTree, ModelTree, NamedLeaves
 from mcore_snap.pending import PendingSnapshot, fence, snapshot_async

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from mcore_snap.checking import check_leaves, refuse
 from mcore_snap.errors import StructureMismatch
-from mcore_snap.plans import pair_paths
+from mcore_snap.live_trees import layouts_of, read_once
+from mcore_snap.plans import pair_paths, pair_placements
 from mcore_snap.registration import flatten, flatten_named
 from mcore_snap.words import plain, spec_of, words
 
@@ -82,7 +83,8 @@ def compare(a: Any, b: Any) -> Comparison:
     """Return the leaves in which two trees differ, by bytes: NaN payloads and signs of zero count.
 
     Raises:
-        StructureMismatch: The trees do not have the same leaves, dtypes and shapes.
+        StructureMismatch: The trees do not have the same leaves, dtypes and shapes, or parameters lie elsewhere
+            among them.
         NotResident: A leaf's memory is not there.
 
     >>> print(compare({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([1.0, 2.5])}))
@@ -90,11 +92,14 @@ def compare(a: Any, b: Any) -> Comparison:
     ['w']  float32          1   2                 0.5
     1 of 1 leaves differ
     """
+    a, b = read_once(a), read_once(b)
     first, first_spec = flatten(a)
     second, second_spec = flatten(b)
     paths, names = flatten_named(first_spec)
     other_paths, other_names = flatten_named(second_spec)
     unpaired = pair_paths(dict(zip(paths, names, strict=True)), dict(zip(other_paths, other_names, strict=True)))
+    placements = ([layout.placements for layout in layouts_of(side)] for side in (a, b))
+    unpaired = unpaired or pair_placements(*placements)
     check_leaves(first, names, "compare, the first tree")
     check_leaves(second, other_names, "compare, the second tree")
     partner = dict(zip(other_paths, second, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
@@ -13,7 +14,7 @@ from torch import Tensor
 from mcore_snap import streams
 from mcore_snap.errors import SnapError
 from mcore_snap.frozen import FrozenLeaf
-from mcore_snap.neighbours import as_one, neighbours
+from mcore_snap.neighbours import Pair, as_one, neighbours
 from mcore_snap.slabs import letting_go
 from mcore_snap.specs import aligned_offsets, overlaps_itself, span_of
 from mcore_snap.words import plain, storage_strides, words
@@ -50,33 +51,39 @@ def capture(
         copies: What copies, if it was chosen before, in another thread.
     """
     # Leaves that are neighbours in live memory are so in the slab, where no gap has to follow them there.
-    together = neighbours([(leaf,) for leaf in leaves])
-    offsets, total = aligned_offsets([leaf.nbytes for leaf in leaves], [index for run in together for index in run])
+    ordinary = [index for index, leaf in enumerate(leaves) if _is_ordinary(leaf)]
+    together = [[ordinary[place] for place in run] for run in neighbours([(leaves[index],) for index in ordinary])]
+    sizes = [leaf.nbytes for leaf in leaves]
+    offsets, total = aligned_offsets(sizes, [index for run in together for index in run])
     with torch.inference_mode(mode=False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         slab = allocate(total)
         typed: dict[torch.dtype, Tensor] = {}
         targets = [_place(slab, offset, leaf, typed) for leaf, offset in zip(leaves, offsets, strict=True)]
         copies = copies or streams.copies_for(leaves)
-        ordinary, pairs = [], []
-        for target, leaf in zip(targets, leaves, strict=True):
-            if _is_ordinary(target, leaf):
-                ordinary.append((target, leaf))
-            elif pair := _as_words(target, plain(leaf)):
+        units = [unit for run in together for unit in _without_gaps(run, offsets, sizes)]
+        pairs = [as_one([(targets[index], leaves[index]) for index in unit]) for unit in units]
+        alone = set(ordinary).difference(index for unit in units for index in unit)
+        pairs += [(targets[index], leaves[index]) for index in ordinary if index in alone]
+        for index in sorted(set(range(len(leaves))).difference(ordinary)):
+            if pair := _as_words(targets[index], plain(leaves[index])):
                 pairs.append(pair)
             else:
-                target.copy_(plain(leaf))  # conjugated or negated, lazily: there is nothing in memory yet
-        pairs += _joined(ordinary) if together else ordinary
+                targets[index].copy_(plain(leaves[index]))  # conjugated or negated, lazily: not in memory yet
         for start in range(0, len(pairs), _BATCH):
             copies.copy(*zip(*pairs[start : start + _BATCH], strict=True))
         copies.wait()
     return [FrozenLeaf(target) for target in targets]
 
 
-def _joined(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    together = neighbours(pairs)
-    joined = {index for run in together for index in run}
-    yield from (as_one([pairs[index] for index in run]) for run in together)
-    yield from (pair for index, pair in enumerate(pairs) if index not in joined)
+def _without_gaps(run: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+    # The slab aligns each leaf, so that neighbours are cut apart there behind one whose size is no multiple of that.
+    units = [[run[0]]]
+    for index, after in itertools.pairwise(run):
+        if offsets[index] + sizes[index] == offsets[after]:
+            units[-1].append(after)
+        else:
+            units.append([after])
+    return units
 
 
 def _place(slab: Tensor, offset: int, leaf: Tensor, typed: dict[torch.dtype, Tensor]) -> Tensor:
@@ -88,19 +95,16 @@ def _place(slab: Tensor, offset: int, leaf: Tensor, typed: dict[torch.dtype, Ten
     return whole.as_strided(leaf.shape, strides, offset // dtype.itemsize)
 
 
-def _is_ordinary(target: Tensor, source: Tensor) -> bool:
-    # Of these the bytes are copied as they lie, in the dtype that they have.
-    return (
-        target.dtype is source.dtype
-        and target.is_contiguous()
-        and source.is_contiguous()
-        and source.dtype in _COPIED_AS_BITS
-        and not source.is_conj()
-        and not source.is_neg()
-    )
+def _is_ordinary(tensor: Tensor) -> bool:
+    # Of these the bytes are copied as they lie, in the dtype that they have. None of the dtypes can be conjugated.
+    return tensor.dtype in _COPIED_AS_BITS and tensor.is_contiguous() and not tensor.is_neg()
 
 
-def _as_words(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor] | None:
+def _are_ordinary(target: Tensor, source: Tensor) -> bool:
+    return target.dtype is source.dtype and _is_ordinary(target) and _is_ordinary(source)
+
+
+def _as_words(target: Tensor, source: Tensor) -> Pair | None:
     # Other layouts and dtypes of which a copy through integers moves all bits, and nothing else.
     lazy = source.is_conj() or source.is_neg() or target.is_conj() or target.is_neg()
     if lazy or target.dtype != source.dtype or _overlapping(target):
@@ -177,10 +181,11 @@ def _batches(writes: Sequence[Write]) -> Iterator[list[_Unit]]:
     ordinary = {
         index: (one.target, one.source)
         for index, one in enumerate(writes)
-        if _is_ordinary(one.target, one.source) and not one.target.is_inference()
+        if _are_ordinary(one.target, one.source) and not one.target.is_inference()
     }
     places = list(ordinary)
-    units = [[places[index] for index in run] for run in neighbours(list(ordinary.values()))]
+    apart = [side for index, one in enumerate(writes) if index not in ordinary for side in (one.target, one.source)]
+    units = [[places[index] for index in run] for run in neighbours(list(ordinary.values()), apart)]
     joined = {index for unit in units for index in unit}
     units += [[index] for index in range(len(writes)) if index not in joined]
     batch: list[_Unit] = []
@@ -203,12 +208,9 @@ def _write_batch(batch: Sequence[_Unit], copies: streams.Copies, *, tracked: boo
     targets = [plain(unit[0].target) if tracked else plain(unit[0].target).data for unit in batch]
     sources = [plain(unit[0].source) for unit in batch]
     with torch.inference_mode(targets[0].is_inference()):
-        if _is_ordinary(targets[0], sources[0]):
+        if _are_ordinary(targets[0], sources[0]):
             rest = [[(one.target, one.source) for one in unit[1:]] for unit in batch]
-            pairs = [
-                as_one([pair, *more]) if more else pair
-                for pair, more in zip(zip(targets, sources, strict=True), rest, strict=True)
-            ]
+            pairs = [as_one([pair, *more]) for pair, more in zip(zip(targets, sources, strict=True), rest, strict=True)]
             copies.copy(*zip(*pairs, strict=True))
             if tracked and any(rest):  # written as part of another, so that only that one's version has moved
                 torch.autograd.graph.increment_version([target for more in rest for target, _ in more])

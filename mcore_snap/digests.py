@@ -22,6 +22,9 @@ _PIECE = 1 << 15
 """Elements hashed at a time: they stay in the cache between copy and hash, and torch copies up to
 this many in the calling thread, so that no piece waits for a pool of threads."""
 
+_STAGED = 1 << 24
+"""Elements brought over from a device at a time: each time the host waits for it."""
+
 
 def fingerprint(tree: Any) -> str:
     """Return a digest over the names, dtypes, shapes and bytes of all leaves, as 32 hex digits.
@@ -124,6 +127,10 @@ def _pieces(tensor: Tensor) -> Iterator[memoryview]:
     # Through a small buffer: a numpy view of live memory would make its storage unresizable for
     # good, a frozen one refuses it, and an accelerator has none.
     flat = words(plain(tensor).resolve_conj().resolve_neg()).reshape(-1)
+    if not tensor.is_cpu:
+        for start in range(0, flat.numel(), _STAGED):
+            yield flat[start : start + _STAGED].cpu().view(torch.uint8).numpy().data
+        return
     buffer = torch.empty(min(_PIECE, flat.numel()), dtype=flat.dtype)
     for start in range(0, flat.numel(), _PIECE):
         piece = flat[start : start + _PIECE]

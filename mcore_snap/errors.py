@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 __all__ = [
     "Corrupt",
@@ -16,11 +16,16 @@ __all__ = [
 ]
 
 
+_MOST_SHOWN: Final = 50
+"""Problems in a message: a model has thousands of leaves, and every rank prints its own."""
+
+
 class SnapError(Exception):
     """Base of every error that mcore_snap raises on purpose.
 
     Attributes:
-        problems: One line per leaf at fault, each beginning with the leaf's name.
+        problems: One line per leaf at fault, each beginning with the leaf's name. All of them; the message
+            shows the first fifty.
         kept: Where `swapped` could not put the kept weights back: their snapshot, for `load` once the
             cause is mended; else ``None``.
 
@@ -32,7 +37,10 @@ class SnapError(Exception):
         self.message = message
         self.problems: tuple[str, ...] = tuple(problems)
         self.kept: Any = None
-        super().__init__("\n".join([message, *(f"  - {line}" for line in self.problems)]))
+        shown = [f"  - {line}" for line in self.problems[:_MOST_SHOWN]]
+        if len(self.problems) > _MOST_SHOWN:
+            shown.append(f"  and {len(self.problems) - _MOST_SHOWN:,} more, all in the error's `problems`")
+        super().__init__("\n".join([message, *shown]))
 
     def __reduce__(self) -> tuple[type[SnapError], tuple[str, tuple[str, ...]]]:
         """Pickle by the two arguments, so that an error crosses process boundaries whole."""

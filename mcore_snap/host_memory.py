@@ -9,7 +9,6 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Final, final
 
 import torch
@@ -18,46 +17,30 @@ from torch import Tensor
 from mcore_snap.checking import check_leaves
 from mcore_snap.errors import OutOfHostMemory
 from mcore_snap.live_trees import look_once
+from mcore_snap.memory_stats import HostMemoryStats
+from mcore_snap.pinning import accelerator_in_use
 from mcore_snap.registration import Names, flatten
 from mcore_snap.slabs import Kind, Slab
 from mcore_snap.specs import aligned_offsets
 
-__all__ = ["HostMemory", "HostMemoryStats", "default_memory"]
-
-
-@dataclass(frozen=True, slots=True)
-class HostMemoryStats:
-    """What a HostMemory holds, in bytes.
-
-    Attributes:
-        leased: Held by tensors.
-        free: Kept to be leased again.
-        peak: The most that was held at once, leased and free.
-        leases: Label and size of every lease, the oldest first.
-    """
-
-    leased: int
-    free: int
-    peak: int
-    leases: tuple[tuple[str, int], ...]
+__all__ = ["HostMemory", "default_memory"]
 
 
 @final
 class HostMemory:
     """Leases slabs of host memory, one per snapshot, and takes each back when its last tensor is gone.
 
-    The first copy into fresh memory costs several times the copy itself, since the system brings its
-    pages in one by one. Memory that was leased before has them. A slab is leased again only for the
-    exact size that it has, and only when no tensor is over it any more: views, numpy arrays and
-    exported buffers count.
+    The first copy into fresh memory costs several times the copy itself, since the system brings its pages in
+    one by one. Memory that was leased before has them. A slab is leased again only for the exact size that it
+    has, and only when no tensor is over it any more: views, numpy arrays and exported buffers count.
 
     Args:
-        kind: ``"pageable"``; ``"pinned"`` (page-locked, for a device; pageable, with one warning, where
-            that fails); ``"shared"`` (other processes on the host can map a snapshot instead of
-            copying it); or ``None`` for what the machine has use for: pinned with an accelerator.
+        kind: ``"pageable"``; ``"pinned"`` (page-locked, for a device; pageable, with one warning, where that fails);
+            ``"shared"`` (other processes on the host can map a snapshot instead of copying it); or ``None`` for
+            what the process has use for: pinned once it uses an accelerator.
         limit: The most bytes that may be held, leased and free together; ``None`` for no limit.
-        keep: How many idle slabs of one size are kept. More than that goes back to the system as it
-            becomes free, so that versions that were dropped show in resident memory.
+        keep: How many idle slabs of one size are kept. More than that goes back to the system as it becomes free, so
+            that versions that were dropped show in resident memory.
 
     Raises:
         ValueError: An argument is out of range.
@@ -116,10 +99,11 @@ class HostMemory:
             while self._coming[nbytes] and not self._free[nbytes]:
                 self._arrived.wait()
                 self._take_back()
-            slab = self._free[nbytes].pop() if self._free[nbytes] else self._allocate(nbytes)
+            slab = self._free[nbytes].pop() if self._free[nbytes] else self._make(self._admit(nbytes))
             slab.exported = False
             number = self._number = self._number + 1
             self._leases[number] = (label, slab)
+            self._peak = max(self._peak, self._held())
             buffer = slab.lease()
             weakref.finalize(buffer, self._end, number).atexit = False
         return torch.frombuffer(buffer, dtype=torch.uint8)
@@ -127,8 +111,7 @@ class HostMemory:
     def prepare(self, tree: Any, count: int = 1) -> Future[None]:
         """Allocate slabs in the background, with every page brought in, so that no lease has to wait.
 
-        A lease of that size which comes before it is done waits for it. From then on, so many idle slabs
-        of that size are kept.
+        A lease of that size which comes before it is done waits for it. From then on, so many idle ones are kept.
 
         Args:
             tree: What snapshots will be taken of; or their size in bytes.
@@ -143,11 +126,11 @@ class HostMemory:
             self._wanted[nbytes] = max(count, self._wanted[nbytes])
             missing = max(0, count - len(self._free[nbytes]) - self._coming[nbytes]) if nbytes else 0
             self._coming[nbytes] += missing
-        thread = threading.Thread(
-            target=self._bring, args=(nbytes, missing, done), name="mcore_snap-prepare", daemon=True
+        bring = threading.Thread(
+            target=self._bring, args=(nbytes, missing, done), daemon=True, name="mcore_snap-prepare"
         )
         try:
-            thread.start()
+            bring.start()
         except RuntimeError:  # no more threads
             with self._locked():
                 self._coming[nbytes] -= missing
@@ -169,7 +152,7 @@ class HostMemory:
         """Return what is held now."""
         with self._locked():
             leases = tuple((label, slab.nbytes) for label, slab in self._leases.values())
-            return HostMemoryStats(sum(size for _, size in leases), self._free_bytes(), self._peak, leases)
+            return HostMemoryStats(self._leased_bytes(), self._free_bytes(), self._peak, leases)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -181,11 +164,14 @@ class HostMemory:
     def _free_bytes(self) -> int:
         return sum(slab.nbytes for slabs in self._free.values() for slab in slabs)
 
+    def _leased_bytes(self) -> int:
+        return sum(slab.nbytes for _, slab in self._leases.values())
+
     def _held(self) -> int:
-        return self._free_bytes() + self._arriving + sum(slab.nbytes for _, slab in self._leases.values())
+        return self._free_bytes() + self._arriving + self._leased_bytes()
 
     def _holders(self) -> list[str]:
-        return [f"{label}: {slab.nbytes:,} bytes" for label, slab in self._leases.values()]
+        return [f"{label}: {slab.nbytes:,} bytes" for label, slab in list(self._leases.values())]
 
     def _drop_idle(self, but: int = 0) -> int:
         slabs = [slab for nbytes in list(self._free) if nbytes != but for slab in self._free.pop(nbytes)]
@@ -193,7 +179,7 @@ class HostMemory:
             slab.close()
         return sum(slab.nbytes for slab in slabs)
 
-    def _allocate(self, nbytes: int) -> Slab:
+    def _admit(self, nbytes: int) -> int:
         if self._limit is not None and self._held() + nbytes > self._limit:
             self._drop_idle(but=nbytes)  # makes room; of this size there is none, unless it is being prepared
         held = self._held()
@@ -203,19 +189,21 @@ class HostMemory:
                 "asked for; drop a snapshot, or raise the limit",
                 self._holders(),
             )
-        kind: Kind = self._kind or ("pinned" if torch.accelerator.is_available() else "pageable")
+        return nbytes
+
+    def _make(self, nbytes: int) -> Slab:
+        kind: Kind = self._kind or ("pinned" if accelerator_in_use() else "pageable")
         try:
             slab = Slab(nbytes, kind)
         except MemoryError as error:
             raise OutOfHostMemory(str(error), self._holders()) from error
         if kind == "pinned" and slab.kind == "pageable":
             self._kind = "pageable"  # it has been said once why
-        self._peak = max(self._peak, held + nbytes)
         return slab
 
     def _bring(self, nbytes: int, count: int, done: Future[None]) -> None:
         try:
-            for _ in range(count):
+            while count:
                 self._bring_one(nbytes)
                 count -= 1
         except BaseException as error:  # noqa: BLE001 - it is the waiting caller's to see
@@ -228,15 +216,16 @@ class HostMemory:
 
     def _bring_one(self, nbytes: int) -> None:
         with self._locked():
-            slab = self._allocate(nbytes)
-            self._arriving += nbytes
+            self._arriving += self._admit(nbytes)
         try:
+            slab = self._make(nbytes)  # not under the lock: bringing in or page-locking so much can take many seconds
             slab.prefault()
         except BaseException:
             with self._locked():
                 self._arriving -= nbytes
             raise
         with self._locked():
+            self._peak = max(self._peak, self._held())
             self._arriving -= nbytes
             self._coming[nbytes] -= 1
             if not self._keep_idle(slab):  # others came back meanwhile
@@ -260,16 +249,16 @@ class HostMemory:
         while self._ended:
             _, slab = self._leases.pop(self._ended.popleft())
             # What other processes have mapped would change under them.
-            shared = slab.exported or (slab.kind == "shared" and slab.is_inherited)
+            shared = slab.exported or (slab.kind != "pageable" and slab.is_inherited)
             if shared or not self._keep_idle(slab):
                 slab.close()
 
     def _keep_idle(self, slab: Slab) -> bool:
         idle = self._free[slab.nbytes]
-        room = len(idle) < max(self._keep, self._wanted[slab.nbytes])
-        if room:
-            idle.append(slab)
-        return room
+        if len(idle) >= max(self._keep, self._wanted[slab.nbytes]):
+            return False
+        idle.append(slab)
+        return True
 
 
 def _snapshot_nbytes(tree: Any) -> int:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import optree
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mcore_snap.checking import Problem, refuse
 from mcore_snap.copying import Write, overlap_problems, write
@@ -16,7 +16,7 @@ from mcore_snap.errors import SnapError
 from mcore_snap.in_flight import wait_for_readers
 from mcore_snap.live import live_part
 from mcore_snap.live_trees import layouts_of, read_once, stateless_of
-from mcore_snap.plans import Expected, check_fit, pair_paths, pair_slices
+from mcore_snap.plans import Expected, check_fit, pair_paths, pair_placements, pair_slices
 from mcore_snap.registration import Names, flatten, flatten_named
 from mcore_snap.snapshots import frozen_entries
 from mcore_snap.words import plain, problem_with, spec_of, words
@@ -82,17 +82,22 @@ def planned(tree: Any, snap: Any) -> Plan:
     """
     tree, snap = read_once(tree), read_once(snap)
     targets, spec = flatten(tree)
+    _refuse_models(targets, spec)
     sources, kept_spec = flatten(snap)
     # A handle in an ordinary container may have been re-pointed; the bytes it was made for have not.
     owned: list[Any] = [
         source if owner is None else owner.private for source, owner in zip(sources, frozen_entries(snap), strict=True)
     ]
-    candidates, unpaired = _paired(tree, (targets, spec), (owned, kept_spec))
+    frozen = {id(target) for target, owner in zip(targets, frozen_entries(tree), strict=True) if owner is not None}
+    candidates, unpaired = _paired((tree, snap), (targets, spec), (owned, kept_spec))
     slices = ([layout.data_parallel for layout in layouts_of(side)] for side in (tree, snap))
     problems = [("structure", line) for line in [*unpaired, *pair_slices(*slices)]]
     writes, hand_over = [], []
     for one in candidates:
         found = _problems(one)
+        if id(one.target) in frozen:
+            line = f"{one.name}: expected live memory, found a leaf of a snapshot; the live tree comes first"
+            found = [("structure", line)]
         live = live_part(one.target)
         if found:
             problems += found
@@ -110,10 +115,17 @@ def planned(tree: Any, snap: Any) -> Plan:
     return Plan(tuple(writes), tuple(hand_over))
 
 
+def _refuse_models(targets: Sequence[Any], spec: optree.PyTreeSpec) -> None:
+    # A model is a leaf to optree, and pairing would tell of nothing but what it is not.
+    models = [(index, problem_with(leaf)) for index, leaf in enumerate(targets) if isinstance(leaf, nn.Module)]
+    names = Names(spec)
+    refuse("load writes to trees; nothing was written", [(why[0], f"{names[i]}: {why[1]}") for i, why in models if why])
+
+
 _Flat: TypeAlias = tuple[Sequence[Any], optree.PyTreeSpec]
 
 
-def _paired(tree: Any, live: _Flat, kept: _Flat) -> tuple[list[Write], list[str]]:
+def _paired(trees: tuple[Any, Any], live: _Flat, kept: _Flat) -> tuple[list[Write], list[str]]:
     (targets, spec), (sources, kept_spec) = live, kept
     if spec == kept_spec:
         names = Names(spec)
@@ -124,7 +136,7 @@ def _paired(tree: Any, live: _Flat, kept: _Flat) -> tuple[list[Write], list[str]
     found = dict(zip(kept_paths, sources, strict=True))
     writes = [Write(called, i, targets[i], found.pop(path)) for i, path in enumerate(paths) if path in found]
     # Extra state may have come or gone since, which is not a difference of structure.
-    stateless = stateless_of(tree)
+    stateless = stateless_of(trees[0])
     writes += [Write([name], 0, handle, found.pop(path)) for path, (name, handle) in stateless.items() if path in found]
     kept_paths_of = dict(zip(kept_paths, kept_names, strict=True))
     gone = [i for i, path in enumerate(paths) if path not in kept_paths_of and live_part(targets[i]).accept]
@@ -133,7 +145,8 @@ def _paired(tree: Any, live: _Flat, kept: _Flat) -> tuple[list[Write], list[str]
         {path: name for i, (path, name) in enumerate(zip(paths, called, strict=True)) if i not in set(gone)},
         {path: name for path, name in kept_paths_of.items() if path not in stateless},
     )
-    return writes, unpaired
+    placements = ([layout.placements for layout in layouts_of(side)] for side in trees)
+    return writes, unpaired or pair_placements(*placements)
 
 
 def _problems(one: Write) -> list[Problem]:

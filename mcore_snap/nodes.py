@@ -9,11 +9,11 @@ from typing import Any, Final, NoReturn, Protocol, TypeAlias, final
 
 from torch import Tensor
 
-from mcore_snap.errors import FrozenError
+from mcore_snap.errors import FrozenError, NotResident, SnapError
 from mcore_snap.frozen import FrozenLeaf
 from mcore_snap.layouts import EMPTY, Layout
 
-__all__ = ["ChunkTree", "ModelTree", "NamedLeaves", "Source"]
+__all__ = ["FIELDS", "ChunkTree", "ModelTree", "NamedLeaves", "Source"]
 
 Entry: TypeAlias = Any
 """What a node holds in a leaf's place: a FrozenLeaf, a tensor, or whatever a tree_map returned."""
@@ -235,18 +235,17 @@ class ModelTree(_Immutable):
         return ModelTree, (self._chunks,)
 
     def __repr__(self) -> str:
-        tree = self if self.source is None else ModelTree(self.source.look())
-        kept = tree_entries(tree)
-        sizes = [entry for entry in kept if isinstance(entry, FrozenLeaf | Tensor)]
-        dtypes = sorted({_dtype_of(entry) for entry in sizes})
-        kind = "live" if self.source is not None else "frozen"
-        if kind == "frozen" and not all(isinstance(entry, FrozenLeaf) for entry in kept):
-            kind = "computed"
-        total = sum(entry.nbytes for entry in sizes)
-        return (
-            f"ModelTree({kind}, {len(tree.chunks)} chunk(s), {len(kept)} leaves, {total:,} bytes, "
-            f"{', '.join(dtypes) or 'empty'})"
-        )
+        if self.source is None:
+            return f"ModelTree({_summary(self, live=False)})"
+        # Debuggers and test runners ask at any moment: what is wrong with the model is told, not raised.
+        try:
+            return f"ModelTree({_summary(ModelTree(self.source.look()), live=True)})"
+        except NotResident:
+            return "ModelTree(live, model freed)"
+        except SnapError as error:
+            return f"ModelTree(live, cannot be read: {error.message})"
+        except Exception as error:  # noqa: BLE001 - get_extra_state and tensor subclasses may raise anything
+            return f"ModelTree(live, cannot be read: {type(error).__name__})"
 
 
 def tree_entries(tree: ModelTree) -> list[Entry]:
@@ -256,6 +255,15 @@ def tree_entries(tree: ModelTree) -> list[Entry]:
         for field in chunk.entries():
             found.extend(field.entries.values() if isinstance(field, NamedLeaves) else field)
     return found
+
+
+def _summary(tree: ModelTree, *, live: bool) -> str:
+    kept = [entry for entry in tree_entries(tree) if entry is not None]
+    sizes = [entry for entry in kept if isinstance(entry, FrozenLeaf | Tensor)]
+    dtypes = sorted({_dtype_of(entry) for entry in sizes})
+    kind = "live" if live else "frozen" if all(isinstance(entry, FrozenLeaf) for entry in kept) else "computed"
+    total = sum(entry.nbytes for entry in sizes)
+    return f"{kind}, {len(tree.chunks)} chunk(s), {len(kept)} leaves, {total:,} bytes, {', '.join(dtypes) or 'empty'}"
 
 
 def _dtype_of(entry: FrozenLeaf | Tensor) -> str:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from typing import Any, Final, Generic, TypeVar, final
 
 import optree
-from torch import Tensor
+from torch import Tensor, nn
 
 from mcore_snap import streams
-from mcore_snap.checking import check_leaves
+from mcore_snap.checking import check_leaves, refuse
 from mcore_snap.copying import capture
 from mcore_snap.digests import digests_of
 from mcore_snap.errors import FrozenError, SnapError
@@ -23,6 +23,7 @@ from mcore_snap.live_trees import look_once
 from mcore_snap.registration import Names, flatten
 from mcore_snap.slabs import letting_go
 from mcore_snap.snapshots import frozen_tree, leasing
+from mcore_snap.words import problem_with
 
 __all__ = ["PendingSnapshot", "fence", "snapshot_async"]
 
@@ -98,7 +99,9 @@ class PendingSnapshot(Generic[T]):
         return f"PendingSnapshot({state})"
 
 
-def snapshot_async(tree: T, *, memory: HostMemory | None = None, check: bool = False) -> PendingSnapshot[T]:
+def snapshot_async(
+    tree: T, *, memory: HostMemory | None = None, label: str = "a snapshot", check: bool = False
+) -> PendingSnapshot[T]:
     """Begin to take a snapshot, and return at once.
 
     The tree is read and checked before this returns, so that what `snapshot` would raise about the
@@ -108,6 +111,7 @@ def snapshot_async(tree: T, *, memory: HostMemory | None = None, check: bool = F
     Args:
         tree: What `model_tree` gave, or any pytree of tensors.
         memory: Where the snapshot is to live; by default memory that all snapshots share.
+        label: How `HostMemory.stats` and OutOfHostMemory call it, as in ``"version 7"``.
         check: For debugging: whether to find out if the model was changed too early, by digests of all
             bytes before and after. The caller waits for the first of them.
 
@@ -126,9 +130,13 @@ def snapshot_async(tree: T, *, memory: HostMemory | None = None, check: bool = F
     """
     leaves, treespec = flatten(tree)
     check_leaves(leaves, Names(treespec), "snapshot_async")
-    before = digests_of(leaves) if check else None
+    # What is conjugated or negated lazily is made by a kernel: here, where the work before it was issued.
+    leaves = [one.resolve_conj().resolve_neg() if one.is_conj() or one.is_neg() else one for one in leaves]
     copies = streams.copies_for(leaves)  # remembers which stream of this thread computes the weights
-    future: Future[Any] = _background().submit(_take, leaves, treespec, memory, copies, before)
+    before = digests_of(leaves) if check else None
+    future: Future[Any] = _background().submit(
+        _take, leaves, treespec, leasing(memory, len(leaves), label), copies, before
+    )
     reading(future, leaves)
     return PendingSnapshot(future)
 
@@ -137,22 +145,33 @@ def fence(tree: Any) -> None:
     """Wait until no snapshot that is under way reads this tree any more: it may be changed then.
 
     Args:
-        tree: A live tree, or any pytree of tensors. Nothing is settled, and nothing is collective.
+        tree: A live tree, or any pytree of tensors; or the pending snapshot itself. Nothing is settled, and nothing
+            is collective. Memory that is not there any more is read by nobody.
+
+    Raises:
+        StructureMismatch: The model itself was passed, in the place of its tree.
 
     >>> fence({"a": []})
     """
-    wait_for_readers([leaf for leaf in flatten(look_once(tree))[0] if isinstance(leaf, Tensor)])
+    leaves, treespec = flatten(look_once(tree))
+    names = Names(treespec)
+    models = [(index, problem_with(leaf)) for index, leaf in enumerate(leaves) if isinstance(leaf, nn.Module)]
+    refuse("fence: nothing was waited for", [(why[0], f"{names[index]}: {why[1]}") for index, why in models if why])
+    for leaf in leaves:
+        if isinstance(leaf, PendingSnapshot):
+            leaf.wait()
+    wait_for_readers([leaf for leaf in leaves if isinstance(leaf, Tensor)])
 
 
 @letting_go
 def _take(
     leaves: Sequence[Tensor],
     treespec: optree.PyTreeSpec,
-    memory: HostMemory | None,
+    allocate: Callable[[int], Tensor],
     copies: streams.Copies,
     before: Sequence[str] | None,
 ) -> Any:
-    kept = capture(leaves, leasing(memory, len(leaves)), copies)
+    kept = capture(leaves, allocate, copies)
     if before is not None:
         after = digests_of([leaf.private for leaf in kept])
         names = Names(treespec)

@@ -9,7 +9,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
-__all__ = ["CHUNK", "Pins", "Registrar", "pieces", "pin"]
+__all__ = ["CHUNK", "Pins", "Registrar", "accelerator_in_use", "pieces", "pin"]
 
 CHUNK: Final = 1 << 38
 """Bytes registered at a time, 256 GiB: some drivers refuse 512 GiB and more in one call. As large as can
@@ -17,6 +17,20 @@ be, since a copy that reaches from one registered range into the next is refused
 
 _borders: Final[set[int]] = set()
 """Addresses at which one registered range of a slab ends and the next begins; nearly always none."""
+
+
+def accelerator_in_use() -> bool:
+    """Tell whether this process computes on an accelerator already, and do not make it begin to.
+
+    A process that only holds snapshots in host memory has no use for a context on the device, which takes
+    half a gigabyte there, and after which no child that it forks can use the device.
+
+    >>> accelerator_in_use()
+    False
+    """
+    # Not `torch.accelerator.is_available`: up to torch 2.6 asking that is enough to spoil the device for children.
+    kinds = ("cuda", "xpu", "mtia", torch._C._get_privateuse1_backend_name())
+    return any(getattr(getattr(torch, kind, None), "is_initialized", bool)() for kind in kinds)
 
 
 def pieces(address: int, nbytes: int) -> list[tuple[int, int]]:
@@ -129,17 +143,27 @@ class _Runtime:
         self._runtime = runtime
 
     def register(self, address: int, nbytes: int) -> None:
-        # Portable (1): page-locked for every device of this process.
-        self._check(self._runtime.cudaHostRegister(address, nbytes, 1), f"registering {nbytes:,} bytes")
+        with _device_in_use():
+            # Portable (1): page-locked for every device of this process.
+            self._check(self._runtime.cudaHostRegister(address, nbytes, 1), f"registering {nbytes:,} bytes")
 
     def unregister(self, address: int) -> None:
-        self._check(self._runtime.cudaHostUnregister(address), "unregistering")
+        with _device_in_use():
+            self._check(self._runtime.cudaHostUnregister(address), "unregistering")
 
     def _check(self, code: Any, doing: str) -> None:
         if int(code) != 0:
             message = f"{doing} failed: {self._runtime.cudaGetErrorString(code)}"
             _forget_error()
             raise RuntimeError(message)
+
+
+def _device_in_use() -> contextlib.AbstractContextManager[object]:
+    # In a thread of our own, or wherever the last tensor over the memory died, the first device is the current
+    # one. The runtime makes a context there if there is none, which on all but one rank is another rank's device.
+    has_context = getattr(torch._C, "_cuda_hasPrimaryContext", bool)  # builds for CUDA alone have it
+    index = next((index for index in range(torch.cuda.device_count()) if has_context(index)), None)
+    return contextlib.nullcontext() if index is None else torch.cuda.device(index)
 
 
 def _forget_error() -> None:
@@ -154,4 +178,8 @@ def _runtime() -> Registrar:
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "no accelerator"
         message = f"torch offers host registration for CUDA and ROCm, found {found}"
         raise RuntimeError(message)
-    return _Runtime(torch.cuda.cudart())  # type: ignore[no-untyped-call]  # torch has no types for it
+    try:
+        return _Runtime(torch.cuda.cudart())  # type: ignore[no-untyped-call]  # torch has no types for it
+    except (AssertionError, AttributeError) as error:  # another accelerator that stands in for CUDA in torch
+        message = f"torch offers host registration for CUDA and ROCm, found a stand-in without it ({error})"
+        raise RuntimeError(message) from error

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
+from mcore_snap.layouts import Placement
 from mcore_snap.specs import LeafSpec
 
-__all__ = ["Expected", "check_fit", "pair_paths", "pair_slices"]
+__all__ = ["Expected", "check_fit", "pair_paths", "pair_placements", "pair_slices"]
 
 Path = tuple[Hashable, ...]
 
@@ -55,6 +56,47 @@ def pair_paths(live: Mapping[Path, str], kept: Mapping[Path, str]) -> list[str]:
         if path not in live
     ]
     return missing + extra
+
+
+def pair_placements(live: Sequence[Sequence[Placement]], kept: Sequence[Sequence[Placement]]) -> list[str]:
+    """Return which parameters lie elsewhere among the leaves of the other tree, a line per parameter.
+
+    Flat buffers of one size may hold other parameters, or the same in another order or shape: the bytes would go
+    where they do not belong. Chunks that one side lacks are left to `pair_paths`.
+
+    Args:
+        live: Placements of each chunk of the tree to write to, or of the first one to compare.
+        kept: The same of the other tree.
+
+    >>> tall, flat = (Placement("w", None, "buffers", 0, (0, shape, ())) for shape in ((4, 2), (8,)))
+    >>> for line in pair_placements([[tall]], [[flat]]):
+    ...     print(line)
+    chunks[0], parameter w: expected [4, 2] from element 0 of buffers[0] on, found [8] from ...
+    """
+    lines = []
+    for index, (mine, found) in enumerate(zip(live, kept, strict=False)):
+        if mine == found:
+            continue
+        expected, actual = ({one.name: one._replace(expert=False) for one in side} for side in (mine, found))
+        lines += [
+            f"chunks[{index}], parameter {name}: expected {_place(expected.get(name))}, found "
+            f"{_place(actual.get(name))}; use trees of one model, or of two that are built alike"
+            for name in dict.fromkeys([*expected, *actual])
+            if expected.get(name) != actual.get(name)
+        ]
+    return lines
+
+
+def _place(placement: Placement | None) -> str:
+    if placement is None:
+        return "no such parameter"
+    leaf = f"{placement.field}[{placement.key!r}]"
+    if placement.chunk is not None:
+        leaf = f"chunks[{placement.chunk}].{leaf}"
+    if placement.view is None:
+        return f"all of {leaf}"
+    start, shape, _ = placement.view
+    return f"{list(shape)} from element {start:,} of {leaf} on"
 
 
 Slices = tuple[tuple[int, int], ...] | None

@@ -39,27 +39,23 @@ def runs(blocks: Sequence[Block]) -> list[list[int]]:
     >>> runs([Block("int8", ("a",), (4,), 4), Block("int8", ("a",), (0,), 4), Block("int8", ("a",), (3,), 1)])
     [[0], [1], [2]]
     """
-    groups: dict[Hashable, list[int]] = {}
+    groups: dict[Hashable, list[tuple[tuple[int, ...], int]]] = {}
     for index, block in enumerate(blocks):
-        groups.setdefault(block.homes[0], []).append(index)
+        groups.setdefault(block.homes[0], []).append((block.starts, index))
     found: list[list[int]] = []
-    for members in groups.values():
-        lying = sorted(members, key=lambda index: blocks[index].starts)
-        pairs = list(itertools.pairwise(lying))
-        if any(blocks[one].starts[0] + blocks[one].nbytes > blocks[other].starts[0] for one, other in pairs):
-            found += [[index] for index in members]
+    for lying in groups.values():
+        listed = [index for _, index in lying]
+        lying.sort()
+        members = [(starts, index, blocks[index]) for starts, index in lying]
+        pairs = list(itertools.pairwise(members))
+        if any(starts[0] + block.nbytes > after[0] for (starts, _, block), (after, _, _) in pairs):
+            found += [[index] for index in listed]
             continue
-        found.append(lying[:1])
-        for one, other in pairs:
-            if _follows(blocks[other], blocks[one]):
-                found[-1].append(other)
+        found.append([members[0][1]])
+        for (starts, _, block), (after, index, other) in pairs:
+            alike = block.kind == other.kind and block.homes == other.homes
+            if alike and all(one + block.nbytes == behind for one, behind in zip(starts, after, strict=True)):
+                found[-1].append(index)
             else:
-                found.append([other])
+                found.append([index])
     return sorted(found, key=min)
-
-
-def _follows(block: Block, other: Block) -> bool:
-    alike = (block.kind, block.homes) == (other.kind, other.homes)
-    return alike and all(
-        start == before + other.nbytes for start, before in zip(block.starts, other.starts, strict=True)
-    )

@@ -66,23 +66,37 @@ class Slab:
     __slots__ = ("__weakref__", "_base", "_map", "_pins", "_process", "address", "exported", "kind", "name", "nbytes")
 
     def __init__(self, nbytes: int, kind: Kind = "pageable") -> None:
+        self._base: ctypes.Array[Any] | None = None  # first, since `close` looks at it, whatever fails below
         self.nbytes = nbytes
         self.kind: Kind = kind
         self.name: str | None = None
         self.exported = False
         self._process = os.getpid()
         self._pins: Pins | None = None
-        self._base: ctypes.Array[Any] | None = None
         try:
-            self._map = self._map_shared() if kind == "shared" else _map_private(nbytes)
+            self._map = self._map_shared() if kind == "shared" else _map(nbytes, _KEPT if kind == "pinned" else _OWN)
         except (OSError, OverflowError, ValueError) as error:
             message = f"the system has no {nbytes:,} bytes of {kind} host memory: {error}"
             raise MemoryError(message) from error
         self._base = (ctypes.c_ubyte * nbytes).from_buffer(self._map)
         self.address = ctypes.addressof(self._base)
         if kind == "pinned":
-            self._pins = pin(self.address, nbytes)
-            self.kind = "pinned" if self._pins else "pageable"
+            self._page_lock()
+
+    def _page_lock(self) -> None:
+        # Registering brings the pages in as well, but in one thread and under the driver's lock.
+        self.prefault()
+        self._pins = pin(self.address, self.nbytes)
+        if self._pins is not None:
+            _PINNED[self.address] = weakref.ref(self)
+            return
+        # The mapping is one that a forked child shares; ordinary memory is not to be.
+        self.kind = "pageable"
+        self._base = None
+        self._map.close()
+        self._map = _map(self.nbytes, _OWN)
+        self._base = (ctypes.c_ubyte * self.nbytes).from_buffer(self._map)
+        self.address = ctypes.addressof(self._base)
 
     @property
     def is_inherited(self) -> bool:
@@ -119,6 +133,7 @@ class Slab:
         if base is None:
             return
         self.unlink()
+        _PINNED.pop(self.address, None)
         try:
             if self._pins is not None and not self.is_inherited:
                 self._pins.release()
@@ -163,12 +178,17 @@ _STUCK: Final[list[ctypes.Array[Any]]] = []
 """Memory that stays page-locked, with its mapping."""
 
 _SHARED: Final[dict[str, weakref.ref[Slab]]] = {}
+_PINNED: Final[dict[int, weakref.ref[Slab]]] = {}
 _ATTACHED: Final[weakref.WeakValueDictionary[str, mmap.mmap]] = weakref.WeakValueDictionary()
 
 
 def _shared() -> list[Slab]:
+    return _listed(_SHARED)
+
+
+def _listed(slabs: dict[Any, weakref.ref[Slab]]) -> list[Slab]:
     # Listing a dict's values is one step, so that no other thread's slab gets in between.
-    return [slab for ref in list(_SHARED.values()) if (slab := ref()) is not None]
+    return [slab for ref in list(slabs.values()) if (slab := ref()) is not None]
 
 
 def _unlink_all() -> None:
@@ -184,7 +204,9 @@ def find_shared(address: int) -> Slab | None:
 
 def _before_fork() -> None:
     # The child has snapshots in shared memory too, and may send their names on: they are not to change.
-    for slab in _shared():
+    # Neither is page-locked memory, which the child shares as well: the system would copy all of it at the
+    # fork if it were private, since a device may be writing to it.
+    for slab in (*_shared(), *_listed(_PINNED)):
         slab.exported = True
 
 
@@ -241,8 +263,13 @@ def letting_go(function: Callable[P, R]) -> Callable[P, R]:
     return wrapper
 
 
-def _map_private(nbytes: int) -> mmap.mmap:
-    mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+_OWN: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_KEPT: Final = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS
+"""Memory of which a forked child has a copy of its own; and memory that stays one, whoever is forked."""
+
+
+def _map(nbytes: int, flags: int) -> mmap.mmap:
+    mapped = mmap.mmap(-1, nbytes, flags=flags)
     if nbytes >= _HUGE:
         with contextlib.suppress(OSError):  # a kernel without transparent huge pages
             mapped.madvise(mmap.MADV_HUGEPAGE)

@@ -26,7 +26,7 @@ __all__ = ["as_numpy", "frozen_entries", "frozen_tree", "leasing", "snapshot", "
 T = TypeVar("T")
 
 
-def snapshot(tree: T, *, memory: HostMemory | None = None) -> T:
+def snapshot(tree: T, *, memory: HostMemory | None = None, label: str = "a snapshot") -> T:
     """Return a frozen copy in host memory, with the same structure.
 
     Leaves have the same names, dtypes and shapes. They are read-only tensors on the CPU: torch
@@ -44,6 +44,7 @@ def snapshot(tree: T, *, memory: HostMemory | None = None) -> T:
     Args:
         tree: What `model_tree` gave, or any pytree of tensors.
         memory: Where the snapshot is to live; by default memory that all snapshots share.
+        label: How `HostMemory.stats` and OutOfHostMemory call it, as in ``"version 7"``.
 
     Raises:
         StructureMismatch: A leaf is no tensor, or of a kind that cannot be kept (sparse, quantized,
@@ -59,28 +60,35 @@ def snapshot(tree: T, *, memory: HostMemory | None = None) -> T:
     """
     leaves, treespec = flatten(tree)
     check_leaves(leaves, Names(treespec), "snapshot")
-    return cast("T", frozen_tree(capture(leaves, leasing(memory, len(leaves))), treespec))
+    return cast("T", frozen_tree(capture(leaves, leasing(memory, len(leaves), label)), treespec))
 
 
-def leasing(memory: HostMemory | None, count: int) -> Callable[[int], torch.Tensor]:
+def leasing(memory: HostMemory | None, count: int, label: str) -> Callable[[int], torch.Tensor]:
     """Return what gives a snapshot of so many leaves its memory."""
     home = memory or default_memory()
-    return lambda nbytes: home.lease(nbytes, f"a snapshot of {count:,} leaves")
+    return lambda nbytes: home.lease(nbytes, f"{label} of {count:,} leaves")
 
 
 def frozen_tree(kept: Sequence[FrozenLeaf], treespec: optree.PyTreeSpec) -> Any:
     """Return the tree of this structure with frozen leaves."""
     if not _holds_model_trees(treespec):
         # A stranger's node may look at what it is made of: give it tensors at once.
-        return optree.tree_unflatten(treespec, [leaf.read(owned=True) for leaf in kept])
+        return optree.tree_unflatten(treespec, _aliases(kept))
     untyped: Any = kept  # our nodes hold frozen leaves in the place of tensors
     entries: Any = optree.tree_unflatten(treespec, untyped)
     # Outside our own nodes nothing reads a FrozenLeaf on access: put aliases there.
-    return optree.tree_map(
-        lambda x: x.read(owned=True) if isinstance(x, FrozenLeaf) else x,
-        entries,
-        is_leaf=lambda x: isinstance(x, ModelTree | ChunkTree | NamedLeaves),
-    )
+    tops, outside = optree.tree_flatten(entries, is_leaf=_reads_by_itself)
+    return optree.tree_unflatten(outside, _aliases(tops))
+
+
+def _aliases(tops: Sequence[Any]) -> list[Any]:
+    # They outlive the call, and autograd can never save a tensor that was made in inference mode.
+    with torch.inference_mode(mode=False):
+        return [top.read(owned=True) if isinstance(top, FrozenLeaf) else top for top in tops]
+
+
+def _reads_by_itself(node: object) -> bool:
+    return isinstance(node, ModelTree | ChunkTree | NamedLeaves)
 
 
 def _holds_model_trees(treespec: optree.PyTreeSpec) -> bool:
@@ -93,9 +101,8 @@ def _holds_model_trees(treespec: optree.PyTreeSpec) -> bool:
 
 def frozen_entries(tree: Any) -> list[FrozenLeaf | None]:
     """Return, per leaf in the order of flattening, the frozen leaf behind it, or ``None``."""
-    tops = optree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, ModelTree | ChunkTree | NamedLeaves))
     found: list[Any] = []
-    for top in tops:
+    for top in optree.tree_leaves(tree, is_leaf=_reads_by_itself):
         if isinstance(top, ModelTree):
             found.extend(tree_entries(top))
         elif isinstance(top, ChunkTree):
@@ -103,8 +110,12 @@ def frozen_entries(tree: Any) -> list[FrozenLeaf | None]:
         elif isinstance(top, NamedLeaves):
             found.extend(top.entries.values())
         else:
-            found.append(owner_of(top))
-    return [entry if isinstance(entry, FrozenLeaf) else None for entry in found]
+            found.append(top)
+    if not {*map(type, found)} <= {FrozenLeaf, torch.Tensor}:
+        # Where a tree_map put None, optree counts no leaf; where it put a container, all that are in there.
+        entries: Any = found
+        found = optree.tree_leaves(entries)
+    return [entry if isinstance(entry, FrozenLeaf) else owner_of(entry) for entry in found]
 
 
 def thaw(snap: T) -> T:

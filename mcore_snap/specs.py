@@ -136,7 +136,7 @@ def aligned_offsets(sizes: Sequence[int], order: Sequence[int] = ()) -> tuple[tu
     lying: Iterable[int] = range(len(sizes))
     last = len(sizes) - 1
     if order:
-        # The size is that of the leaves as listed, at whose end no gap is counted: who needs one stays the last.
+        # The last one listed stays the last, unless it needs no padding, so that the size stays the same.
         first = [index for index in order if index != last or sizes[last] % ALIGNMENT == 0]
         lying = [*first, *sorted(set(lying).difference(first))]
     offsets, end = [0] * len(sizes), 0

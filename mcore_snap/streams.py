@@ -6,18 +6,21 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol, TypeAlias, final
+from typing import Final, Protocol, final
 
 import torch
 from torch import Tensor
 
+from mcore_snap.neighbours import Pair
 from mcore_snap.pinning import pieces
 from mcore_snap.specs import dense_strides
 
 __all__ = ["Copies", "DeviceCopies", "HostCopies", "copies_for"]
 
-Pair: TypeAlias = tuple[Tensor, Tensor]
-"""Target and source."""
+
+_STREAMS: Final[dict[torch.device, torch.Stream]] = {}
+"""Each device's stream for copies. One for good: torch hands out 32 in turn, its users' and its collectives' among
+them, and keeps memory for each that a copy needed some on."""
 
 
 class Copies(Protocol):
@@ -82,13 +85,12 @@ class DeviceCopies:
             as the ones that produce and use the weights, whatever thread calls `copy`.
     """
 
-    __slots__ = ("_flights", "_home", "_producers", "_streams")
+    __slots__ = ("_flights", "_home", "_producers")
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._home = threading.get_ident()
         self._flights: deque[tuple[torch.Event, list[Pair]]] = deque()
         self._producers: dict[torch.device, torch.Stream] = {}
-        self._streams: dict[torch.device, torch.Stream] = {}
         for device in devices:
             self._stream_of(device)
 
@@ -117,11 +119,14 @@ class DeviceCopies:
 
     def _send(self, device: torch.device, pairs: list[Pair]) -> None:
         stream = self._stream_of(device)
-        # Where this thread works now: it may be another one, or have issued work since, such as casts.
-        here = {other: torch.accelerator.current_stream(other) for other in _devices(_both(pairs))}
-        with _current(stream, back=threading.get_ident() == self._home):
-            for other, working in here.items():
+        at_home = threading.get_ident() == self._home
+        # This thread may have issued work since, such as casts. Another one has issued none that is copied, and
+        # its current stream is the one that the trainer fills: waiting for that would be waiting for the next step.
+        here = {other: torch.accelerator.current_stream(other) for other in _devices(_both(pairs)) if at_home}
+        with _current(stream, back=at_home):
+            for other in _devices(_both(pairs)):
                 self._stream_of(other)
+            for working in here.values():
                 stream.wait_stream(working)
             try:
                 _issue(pairs, stream)
@@ -130,13 +135,12 @@ class DeviceCopies:
                 event = stream.record_event()
                 self._flights.append((event, pairs))
             for other in _devices(target for target, _ in pairs):
-                for user in {self._producers[other], here[other]}:
+                for user in {self._producers[other], here.get(other, self._producers[other])}:
                     user.wait_event(event)
 
     def _stream_of(self, device: torch.device) -> torch.Stream:
-        stream = self._streams.get(device)
-        if stream is None:
-            stream = self._streams[device] = torch.Stream(device=device)
+        stream = _STREAMS.get(device) or _STREAMS.setdefault(device, torch.Stream(device=device))
+        if device not in self._producers:
             # Current streams belong to a thread: remember this one's.
             producer = self._producers[device] = torch.accelerator.current_stream(device)
             stream.wait_stream(producer)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from mcore_snap.comparison import difference
 from mcore_snap.errors import FrozenError, SnapError
+from mcore_snap.host_memory import HostMemory
 from mcore_snap.live import live_part
 from mcore_snap.live_trees import read_once, sources_of
 from mcore_snap.loading import planned, write_plan
@@ -17,22 +18,29 @@ __all__ = ["swapped"]
 
 T = TypeVar("T")
 
+_MOST_STOPS: Final = 100
+"""How often putting back is begun anew after Ctrl-C or the like; then it is given up, and ``kept`` is on the error."""
+
 
 @contextmanager
-def swapped(tree: T, snap: Any, *, check: bool = False) -> Iterator[T]:
+def swapped(tree: T, snap: Any, *, check: bool = False, memory: HostMemory | None = None) -> Iterator[T]:
     """Put a snapshot's weights in for the length of a ``with`` block.
 
     The current weights are kept as a second snapshot and are back, bit for bit, on leaving, also
-    after an exception or KeyboardInterrupt. What the block changed, buffers that a forward pass
-    updates included, is gone. Blocks nest, and the same snapshot may be entered again inside itself.
-    No random numbers are drawn, no version counter moves, and Megatron-Core's param-sync flags are
-    given back, so the block may stand anywhere in a training step, between forward and backward too.
-    Collective where `snapshot` and `load` are.
+    after an exception or KeyboardInterrupt; one that comes while they are put back is raised once they
+    are. What the block changed, buffers that a forward pass updates included, is gone. Blocks nest, and
+    the same snapshot may be entered again inside itself. No random numbers are drawn, no version counter
+    moves, and Megatron-Core's param-sync flags are given back, so the block may stand anywhere in a
+    training step, between forward and backward too. Collective where `snapshot` and `load` are.
+
+    Blocks on one model have to nest, and a backward pass belongs in the block of its forward pass: since
+    no version moves, autograd cannot tell that it reads other weights.
 
     Args:
         tree: What `model_tree` gave, or any pytree of tensors.
         snap: A snapshot of it.
         check: Whether to raise if the block changed weights; a comparison of all bytes.
+        memory: Where the current weights are kept; by default memory that all snapshots share.
 
     Yields:
         The tree.
@@ -41,6 +49,7 @@ def swapped(tree: T, snap: Any, *, check: bool = False) -> Iterator[T]:
         StructureMismatch: The snapshot does not fit; the block is not entered, nothing was written.
         NotResident: Memory to write to or to read from is not there.
         NotReady: Weights are in flight and cannot be settled from here.
+        OutOfHostMemory: There is no memory for the current weights; the block is not entered.
         FrozenError: With ``check``, the block changed weights; the kept ones are back by then.
         SnapError: On leaving, of any kind above: the block left the model so that it cannot be
             written (memory freed, a gather due). The error's ``kept`` is the snapshot of the weights
@@ -61,7 +70,7 @@ def swapped(tree: T, snap: Any, *, check: bool = False) -> Iterator[T]:
             flags.enter_context(source.unchanged())
         now = read_once(tree)
         plan = planned(now, snap)
-        kept = snapshot(now)
+        kept = snapshot(now, memory=memory, label="weights set aside")
         try:
             write_plan(plan, tracked=False)
             yield tree
@@ -78,6 +87,20 @@ def swapped(tree: T, snap: Any, *, check: bool = False) -> Iterator[T]:
 
 
 def _put_back(tree: Any, kept: Any) -> None:
+    stopped = again = _write_back(tree, kept)
+    for _ in range(_MOST_STOPS):
+        if again is None:
+            break
+        again = _write_back(tree, kept)
+    if again is not None:
+        vars(again)["kept"] = kept
+        raise again
+    if stopped is not None:
+        raise stopped
+
+
+def _write_back(tree: Any, kept: Any) -> BaseException | None:
+    """Write the kept weights, and return what stopped it half-way, if that was no error."""
     try:
         # Planned anew: the block may have moved memory, and a first forward pass promotes dtypes.
         write_plan(planned(tree, kept), tracked=False)
@@ -89,6 +112,12 @@ def _put_back(tree: Any, kept: Any) -> None:
         told = type(error)(message, error.problems)
         told.kept = kept
         raise told from error
+    except Exception as error:
+        vars(error)["kept"] = kept
+        raise
+    except BaseException as stop:  # noqa: BLE001 - Ctrl-C, or what a signal's handler raises
+        return stop
+    return None
 
 
 def _changed_weights(tree: Any, snap: Any) -> list[str]:

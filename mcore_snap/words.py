@@ -139,6 +139,8 @@ def problem_with(tensor: object) -> tuple[str, str] | None:
     """
     if _is_plainly_there(tensor):
         return None
+    if isinstance(tensor, torch.nn.Module):
+        return "unsupported", f"expected a tensor, found the module {type(tensor).__name__}; pass model_tree(model)"
     if not isinstance(tensor, Tensor):
         return "unsupported", f"expected a tensor, found {type(tensor).__name__}; keep other values elsewhere"
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:

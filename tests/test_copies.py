@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_snap import pinning, snapshot
-from mcore_snap.streams import HostCopies, copies_for
+from mcore_snap.streams import DeviceCopies, HostCopies, copies_for
 from mcore_snap.testing.fake_accelerator import FakeAccelerator, fake_accelerator
 from mcore_snap.testing.raw_bytes import to_bytes
 from mcore_snap.testing.strategies import tensors
@@ -82,6 +82,20 @@ def test_any_layout_arrives(memory: torch.Tensor, direction: str) -> None:
         blocked = [not quick for *_, quick in fake.copies()]
         if memory.numel() and memory.stride() == other.stride():
             assert blocked == [False]
+
+
+def test_a_device_that_was_not_named_before(accelerator: FakeAccelerator) -> None:
+    """What is copied between two devices is there for work on either, whichever was known beforehand."""
+    source, memory = on(accelerator, numbers(3), 0)
+    target, there = on(accelerator, torch.zeros(4, dtype=torch.int32), 1)
+    copies = DeviceCopies([])
+    accelerator.put(lambda: memory.add_(1))
+    copies.copy([target], [source])
+    seen: list[list[int]] = []
+    accelerator.put(lambda: seen.append(there.tolist()), 1)
+    copies.wait()
+    accelerator.current_stream(accelerator.device(1)).run()
+    assert seen == [numbers(4).tolist()]
 
 
 class Driver:

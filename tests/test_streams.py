@@ -15,7 +15,7 @@ import torch
 from faked_devices import numbers, on
 
 from mcore_snap.streams import DeviceCopies, HostCopies, copies_for
-from mcore_snap.testing.fake_accelerator import FakeAccelerator
+from mcore_snap.testing.fake_accelerator import FakeAccelerator, fake_accelerator
 
 # Not imported by name: the tests' arguments would shadow the import.
 accelerator = faked_devices.accelerator
@@ -26,6 +26,18 @@ def test_only_tensors_on_a_device_need_a_device(accelerator: FakeAccelerator) ->
     assert isinstance(copies_for([]), HostCopies)
     assert isinstance(copies_for([torch.zeros(1)]), HostCopies)
     assert isinstance(copies_for([torch.zeros(1), accelerator.tensor(torch.zeros(1))]), DeviceCopies)
+
+
+def test_each_device_has_one_stream_for_copies(accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many snapshots there are: torch's own go round, and are the user's and the collectives' as well."""
+    made = []
+    stream = accelerator.stream
+    monkeypatch.setattr(torch, "Stream", lambda device: made.append(device) or stream(device))
+    for index in (0, 1, 0):
+        copies = copies_for([accelerator.tensor(numbers(0), index)])
+        copies.copy([torch.zeros(4, dtype=torch.int32)], [accelerator.tensor(numbers(0), index)])
+        copies.wait()
+    assert made == [accelerator.device(0), accelerator.device(1)]
 
 
 # --- from a device
@@ -41,6 +53,27 @@ def test_work_issued_before_is_seen(accelerator: FakeAccelerator) -> None:
     copies.copy([target], [source])
     copies.wait()
     assert target.tolist() == numbers(110).tolist()
+
+
+def test_another_thread_does_not_wait_for_work_that_was_issued_later() -> None:
+    """The trainer queues its next step while the copy is made; that it does not change the weights is its promise."""
+    with fake_accelerator() as accelerator:
+        source, memory = on(accelerator, numbers(0))
+        target = torch.zeros(4, dtype=torch.int32)
+        accelerator.put(lambda: memory.add_(10))
+        copies = copies_for([source])
+        later: list[int] = []
+        accelerator.put(lambda: later.append(1))
+
+        def other() -> None:
+            copies.copy([target], [source])
+            copies.wait()
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        assert target.tolist() == numbers(10).tolist()
+        assert later == []
 
 
 def test_the_stream_that_was_current_counts_also_in_another_thread(accelerator: FakeAccelerator) -> None:

@@ -58,6 +58,9 @@ class StandIn(nn.Module):
             start = stop
         self.buffers = [FlatBuffer(flat, tuple(self.parameters()))]  # type: ignore[assignment, method-assign]
         self.expert_parallel_buffers: list[FlatBuffer] = []
+        self.bucket_groups: list[Any] = []  # on one rank nothing is gathered
+        self.expert_parallel_bucket_groups: list[Any] = []
+        self.use_forward_hook = False
 
 
 def _shapes(numel: int) -> Iterator[tuple[str, str, tuple[int, ...]]]:

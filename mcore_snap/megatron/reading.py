@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Final, Literal, NamedTuple, TypeAlias, final
 
@@ -31,8 +31,8 @@ Buffers: TypeAlias = Literal["all", "persistent"]
 
 _FLAT: Final = ("buffers", "expert_parallel_buffers")
 
-_PLACINGS: Final = 16
-"""Placings that are remembered: one for each way in which the memory of the models at hand lies, and a few more."""
+_PLACINGS: Final = 4
+"""Placings that are remembered, at about 400 bytes a parameter: of two models, say, on the device and off it."""
 
 
 class _Ties(NamedTuple):
@@ -84,7 +84,7 @@ class _Found:
         self.tensors.append(tensor)
 
     def add_parts(self, spot: Spot, tensor: Tensor, ties: _Ties | None = None) -> None:
-        """Take on a tensor, or what it is made of."""
+        """Take on a tensor, or what it is made of; its ties have neither another memory nor slices."""
         inner = inner_tensors(tensor)
         if inner is None:
             self.add(spot, tensor, ties)
@@ -116,7 +116,7 @@ def read_chunks(
         sharded = megatron_fsdp(chunk)
         if sharded is None:
             _find_flat_buffers(found, index, chunk, forget, dp_sharded=dp_sharded)
-            _find_parameters(found, index, modules[index], unsharded(chunk), forget)
+            _find_parameters(found, index, chunk, modules[index], forget)
         else:
             _find_sharded(found, index, sharded, forget)
         _find_registered(found, index, modules[index], buffers)
@@ -173,9 +173,13 @@ def _find_flat_buffers(found: _Found, index: int, chunk: nn.Module, forget: Hook
         found.add(Spot(index, flat.field, number, sliced=dp_sharded), flat.data, ties)
 
 
-def _find_parameters(
-    found: _Found, index: int, modules: Modules, wholes: Mapping[Tensor, Tensor], forget: Hooks
-) -> None:
+def _find_parameters(found: _Found, index: int, chunk: nn.Module, modules: Modules, forget: Hooks) -> None:
+    wholes = unsharded(chunk)
+    if type(chunk).named_parameters is not nn.Module.named_parameters:  # a wrapper that hides itself in the names
+        for name, shown in chunk.named_parameters():
+            ties = _Ties(counted=(wholes[shown],) if shown in wholes else (), after=forget)
+            found.add_parts(Spot(index, "parameters", name, not getattr(shown, "allreduce", True)), shown, ties)
+        return
     spots, tensors, special = found.spots, found.tensors, bool(wholes or forget)
     # Reading a tree is mostly this loop: it calls nothing that it need not. Names are as `named_parameters` has
     # them, each parameter once by its first, but without another walk.

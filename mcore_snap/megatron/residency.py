@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 __all__ = ["resident"]
@@ -16,6 +17,10 @@ def resident(buffer: Any, data: Tensor) -> Tensor:
     ``buffer.param_data.cpu_data``. Both survive the way back to the device, so a copy counts only
     while ``param_data`` has no storage. Where no single copy stands for the buffer, ``param_data``
     itself is returned, which is then refused by name.
+
+    From the second time on Megatron-Core copies without waiting, on the current stream, and frees the
+    memory at once. Until the copy has arrived, the host would read older weights, and what it writes
+    would be written over; so that is waited for here.
     """
     if data.untyped_storage().nbytes() or not data.numel():
         return data
@@ -23,5 +28,8 @@ def resident(buffer: Any, data: Tensor) -> Tensor:
     fitting = [
         copy for copy in copies if isinstance(copy, Tensor) and copy.dtype == data.dtype and copy.shape == data.shape
     ]
-    # With two, nothing tells which of them will be brought back.
-    return fitting[0] if len(fitting) == 1 else data
+    if len(fitting) != 1:  # with two, nothing tells which of them will be brought back
+        return data
+    if not data.is_cpu:
+        torch.accelerator.current_stream(data.device).record_event().synchronize()
+    return fitting[0]

@@ -82,7 +82,8 @@ def model_tree(
 
     Args:
         models: One model chunk, or a sequence of them (virtual pipeline), wrapped by Megatron-Core's
-            DDP or not.
+            DDP or not. ``nn.ModuleList`` counts as a sequence; give ``[it]`` if it is one chunk. Give
+            the raw module, not what ``torch.compile`` returned, which has other names.
         buffers: Which registered buffers belong to the tree: ``"all"``, or only the ``"persistent"``
             ones that a state dict has. Routers count tokens in the others, so that a look-back
             without them changes the training that follows. Yarn's tables of sines are in neither:

@@ -15,6 +15,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from mcore_snap import streams
+
 __all__ = ["FakeAccelerator", "FakeEvent", "FakeStream", "fake_accelerator"]
 
 Eager: TypeAlias = Literal["none", "first", "others"]
@@ -210,6 +212,7 @@ def fake_accelerator(eager: Eager = "none") -> Iterator[FakeAccelerator]:
     """
     accelerator = FakeAccelerator(eager)
     with (
+        mock.patch.dict(streams._STREAMS, clear=True),
         mock.patch.object(torch, "Stream", lambda device=None: accelerator.stream(device)),
         mock.patch.object(torch.accelerator, "current_stream", accelerator.current_stream),
         mock.patch.object(torch.accelerator, "set_stream", accelerator.set_stream),

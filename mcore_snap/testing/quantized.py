@@ -77,18 +77,15 @@ class QuantizedTensor(torch.Tensor):
         """Detach, which shares all that is inside, and refuse everything else."""
         if func is torch.ops.aten.detach.default:
             return cls(tuple(args[0].shape), **vars(args[0]))
-        msg = f"{cls.__name__} is not to be used with {func}"
-        raise RuntimeError(msg)
+        raise RuntimeError(f"{cls.__name__} is not to be used with {func}")
 
     def by_rows(self) -> Tensor:
         """Return the values, as a product with an input reads them."""
-        msg = f"{type(self).__name__} has no values of its own"
-        raise TypeError(msg)
+        raise TypeError(f"{type(self).__name__} has no values of its own")
 
     def by_columns(self) -> Tensor:
         """Return the transposed values, as a product with a gradient reads them."""
-        msg = f"{type(self).__name__} has no values of its own"
-        raise TypeError(msg)
+        raise TypeError(f"{type(self).__name__} has no values of its own")
 
 
 class Float8Tensor(QuantizedTensor):
@@ -141,8 +138,7 @@ class _ByDirection(QuantizedTensor):
             vars(self).update(dict.fromkeys((name for name in self.fields if "columnwise" in name), None))
 
     def _create_columnwise(self) -> None:
-        msg = f"{type(self).__name__} cannot make columns from rows"
-        raise RuntimeError(msg)
+        raise RuntimeError(f"{type(self).__name__} cannot make columns from rows")
 
 
 class Float8BlockwiseQTensor(_ByDirection):

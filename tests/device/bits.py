@@ -1,11 +1,10 @@
-"""Checks of bits, of order, and of page-locked memory."""
+"""Checks of bits, and of page-locked memory."""
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
@@ -15,21 +14,9 @@ import torch
 from findings import Check, NotHereError, Numbers, Setting, WrongBitsError, raw, same
 from torch import Tensor
 
-from mcore_snap import HostMemory, load, model_tree, named_leaves, pinning, snapshot, snapshot_async, swapped
+from mcore_snap import HostMemory, load, model_tree, named_leaves, pinning, snapshot, swapped
 from mcore_snap.frozen import owner_of
 from mcore_snap.pinning import pin
-
-
-@contextlib.contextmanager
-def side_stream(device: torch.device) -> Iterator[None]:
-    """Work on a stream that is not the default one."""
-    before = torch.accelerator.current_stream(device)
-    torch.accelerator.set_stream(torch.Stream(device=device))
-    try:
-        yield
-    finally:
-        torch.accelerator.synchronize()
-        torch.accelerator.set_stream(before)
 
 
 def odd_leaves(device: torch.device) -> list[Tensor]:
@@ -66,29 +53,6 @@ def check_round_trip(at: Setting) -> Numbers:
     load(leaves, kept)
     same("after a load", [raw(leaf) for leaf in leaves], before)
     return {"leaves": len(leaves), "bytes": sum(leaf.nbytes for leaf in leaves)}
-
-
-def check_order(at: Setting) -> Numbers:
-    """Kernels before a snapshot and after a load, on a side stream, never overtake or are overtaken."""
-    at.needs_device()
-    turns = 300
-    with side_stream(at.device):
-        weights = torch.zeros(at.nbytes // 8, dtype=torch.int32, device=at.device)
-        for take in (snapshot, lambda tree: snapshot_async(tree).result()):
-            weights.zero_()
-            torch.accelerator.synchronize()
-            for _ in range(turns):
-                weights.add_(1)
-            kept = take({"w": weights})
-            if int(kept["w"].min()) != turns or int(kept["w"].max()) != turns:
-                raise WrongBitsError("a snapshot overtook the kernels before it")
-            for _ in range(turns):
-                weights.add_(1)
-            load({"w": weights}, kept)
-            after = weights.clone()
-            if int(after.min()) != turns or int(after.max()) != turns:
-                raise WrongBitsError("a kernel overtook the load before it, or the load those before it")
-    return {"kernels": turns, "bytes": weights.nbytes}
 
 
 def check_read_only_sources(at: Setting) -> Numbers:
@@ -216,7 +180,6 @@ def check_several_devices(at: Setting) -> Numbers:
 
 CHECKS: Final[tuple[Check, ...]] = (
     check_round_trip,
-    check_order,
     check_read_only_sources,
     check_page_locking,
     check_borders,

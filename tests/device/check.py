@@ -1,6 +1,7 @@
 """What only a device can show: bits, order, page-locked memory, and rates against the link of the machine.
 
-Run ``python tests/device/check.py``; it takes under three minutes, and prints a table and then JSON.
+Run ``python tests/device/check.py`` where the package is installed, or from a checkout
+``PYTHONPATH=. python tests/device/check.py``; it takes under three minutes, and prints a table and then JSON.
 Exit status 0: every bit that was looked at is right. 1: bits are wrong, or something failed. 2: there is
 no accelerator. Goals that were missed, and what could not be checked, are said, and change no status.
 """
@@ -14,9 +15,13 @@ from pathlib import Path
 from typing import Final
 
 import bits
+import footprint
+import order
 import rates
 import torch
-from findings import Setting, examine, report
+from findings import Check, Setting, examine, report
+
+CHECKS: Final[tuple[Check, ...]] = (*bits.CHECKS, *order.CHECKS, *footprint.CHECKS, *rates.CHECKS)
 
 NEVER: Final = (
     "several ranks or hosts",
@@ -41,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write("no accelerator here: nothing was checked\n")
         return 2
     at = Setting(torch.device(kind.type, 0), int(chosen.gib * 2**30) // 64 * 64, chosen.repeats)
-    return report(at, examine(at, [*bits.CHECKS, *rates.CHECKS]), NEVER, chosen.json)
+    return report(at, examine(at, CHECKS), NEVER, chosen.json)
 
 
 if __name__ == "__main__":

@@ -1,41 +1,28 @@
-"""What processes do that fork, or end, with snapshots at every stage.
+"""What processes do that fork with snapshots at every stage; `end_cases` has those that end.
 
-Run as a script, this file runs each case in a forked child of a process that has computed nothing, lets it
+Run as a script, this file runs each case of both in a forked child of a process that has computed nothing, lets it
 end as any interpreter ends, and prints what it left: exit status, output, names in shared memory.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import json
-import multiprocessing
 import os
 import signal
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+import end_cases
 import pytest
 import torch
-from held_copies import Held, copying_with, in_thread
+from end_cases import filled, holds
+from held_copies import TIMEOUT, Held, copying_with, in_thread
 
 from mcore_snap import HostMemory, SnapError, default_memory, fence, load, snapshot, snapshot_async, swapped
-
-SIZE: Final = 5000
-TIMEOUT: Final = 60
-
-
-def _live(value: float) -> dict[str, torch.Tensor]:
-    return {"w": torch.full((SIZE,), value), "b": torch.full((3,), value)}
-
-
-def _is(tree: Any, value: float) -> bool:
-    return all(bool((leaf == value).all()) for leaf in tree.values())
 
 
 def _fork(function: Callable[[], object]) -> Callable[[], None]:
@@ -60,19 +47,19 @@ def _fork(function: Callable[[], object]) -> Callable[[], None]:
 def a_child_that_drops_what_it_inherited() -> None:
     """Touches nothing of its parent, and uses the memory again for itself."""
     memory = HostMemory(keep=2)
-    held = {"old": snapshot(_live(1), memory=memory), "new": snapshot(_live(2), memory=memory)}
-    idle = snapshot(_live(3), memory=memory)
+    held = {"old": snapshot(filled(1), memory=memory), "new": snapshot(filled(2), memory=memory)}
+    idle = snapshot(filled(3), memory=memory)
     del idle
     before = memory.stats()
 
     def child() -> None:
         assert memory.stats().leased == before.leased
         assert memory.stats().free == 0, "idle memory of the parent is not the child's"
-        assert _is(held["old"], 1)
+        assert holds(held["old"], 1)
         del held["old"]
-        mine = [snapshot(_live(value), memory=memory) for value in (7, 8, 9)]
-        assert [_is(one, value) for one, value in zip(mine, (7, 8, 9), strict=True)] == [True] * 3
-        assert _is(held["new"], 2)
+        mine = [snapshot(filled(value), memory=memory) for value in (7, 8, 9)]
+        assert [holds(one, value) for one, value in zip(mine, (7, 8, 9), strict=True)] == [True] * 3
+        assert holds(held["new"], 2)
         held.clear()
         mine.clear()
         assert memory.stats().leased == 0
@@ -80,70 +67,70 @@ def a_child_that_drops_what_it_inherited() -> None:
 
     _fork(child)()
     assert memory.stats() == before
-    assert _is(held["old"], 1)
-    assert _is(held["new"], 2)
-    assert _is(snapshot(_live(4), memory=memory), 4)
+    assert holds(held["old"], 1)
+    assert holds(held["new"], 2)
+    assert holds(snapshot(filled(4), memory=memory), 4)
 
 
 def a_child_keeps_its_snapshots_in_shared_memory() -> None:
     """While its parent drops its own, and takes others that would lie in the same memory."""
     memory = HostMemory(kind="shared", keep=3)
-    held = [snapshot(_live(1), memory=memory)]
-    idle = snapshot(_live(6), memory=memory)
+    held = [snapshot(filled(1), memory=memory)]
+    idle = snapshot(filled(6), memory=memory)
     del idle
     (reader, writer), (back, answer) = os.pipe(), os.pipe()
 
     def child() -> None:
         assert os.read(reader, 1)
-        assert _is(held[0], 1), "the parent wrote to what the child has"
+        assert holds(held[0], 1), "the parent wrote to what the child has"
         held.clear()
-        mine = snapshot(_live(5), memory=memory)
+        mine = snapshot(filled(5), memory=memory)
         os.write(answer, b"x")
         assert os.read(reader, 1)
-        assert _is(mine, 5)
+        assert holds(mine, 5)
         del mine
         memory.trim()
 
     wait = _fork(child)
     os.close(answer)  # so that a child that fails ends the wait for it
     held.clear()
-    others = [snapshot(_live(value), memory=memory) for value in (2, 3, 4)]
+    others = [snapshot(filled(value), memory=memory) for value in (2, 3, 4)]
     os.write(writer, b"x")
     assert os.read(back, 1)
-    assert [_is(one, value) for one, value in zip(others, (2, 3, 4), strict=True)] == [True] * 3
+    assert [holds(one, value) for one, value in zip(others, (2, 3, 4), strict=True)] == [True] * 3
     os.write(writer, b"x")
     wait()
-    assert [_is(one, value) for one, value in zip(others, (2, 3, 4), strict=True)] == [True] * 3
+    assert [holds(one, value) for one, value in zip(others, (2, 3, 4), strict=True)] == [True] * 3
     count = len(list(Path("/dev/shm").glob(f"mcore_snap-{os.getpid()}-*")))
     assert count == 3, f"{count} names for 3 snapshots"
-    one: Any = snapshot(_live(1), memory=memory)
+    one: Any = snapshot(filled(1), memory=memory)
     peak = memory.stats().peak
     for value in range(5):
         one = None
-        one = snapshot(_live(value), memory=memory)
-        assert _is(one, value)
+        one = snapshot(filled(value), memory=memory)
+        assert holds(one, value)
     assert memory.stats().peak == peak, "memory leased after the fork is used again"
 
 
 def snapshots_in_the_background_of_a_child() -> None:
     """Also if the parent has a thread for its own, which the child has not."""
-    live = _live(1)
-    assert _is(snapshot_async(live).result(TIMEOUT), 1)
+    live = filled(1)
+    assert holds(snapshot_async(live).result(TIMEOUT), 1)
 
     def child() -> None:
         for value in (2, 3, 4):
-            pending = snapshot_async(_live(value))
-            assert _is(pending.result(TIMEOUT), value)
+            pending = snapshot_async(filled(value))
+            assert holds(pending.result(TIMEOUT), value)
 
     wait = _fork(child)
-    assert _is(snapshot_async(live).result(TIMEOUT), 1)
+    assert holds(snapshot_async(live).result(TIMEOUT), 1)
     wait()
 
 
 def a_fork_while_a_snapshot_is_under_way() -> None:
     """The child waits for nobody: it can change its model, and is told that the snapshot is the parent's."""
-    live = _live(1)
-    kept = snapshot(_live(5))
+    live = filled(1)
+    kept = snapshot(filled(5))
     copies = Held()
     with copying_with(copies):
         pending = [snapshot_async(live), snapshot_async(live)]
@@ -152,20 +139,20 @@ def a_fork_while_a_snapshot_is_under_way() -> None:
     def child() -> None:
         fence(live)
         load(live, kept)
-        assert _is(live, 5)
-        with swapped(live, snapshot(_live(6))):
-            assert _is(live, 6)
+        assert holds(live, 5)
+        with swapped(live, snapshot(filled(6))):
+            assert holds(live, 6)
         for ask in (pending[0].result, pending[1].wait):
             with pytest.raises(SnapError, match="only the parent"):
                 ask()
         more = [snapshot_async(live) for _ in range(3)]
-        assert all(_is(one.result(TIMEOUT), 5) for one in more)
+        assert all(holds(one.result(TIMEOUT), 5) for one in more)
 
     wait = _fork(child)
     wait()
     assert not pending[0].done()
     copies.let_go()
-    assert all(_is(one.result(TIMEOUT), 1) for one in pending)
+    assert all(holds(one.result(TIMEOUT), 1) for one in pending)
 
 
 def forks_while_other_threads_lease() -> None:
@@ -174,20 +161,20 @@ def forks_while_other_threads_lease() -> None:
     stop = threading.Event()
 
     def work(value: float) -> None:
-        live = _live(value)
+        live = filled(value)
         while not stop.is_set():
-            assert _is(snapshot(live, memory=memory), value)
-            assert _is(snapshot_async(live).result(TIMEOUT), value)
+            assert holds(snapshot(live, memory=memory), value)
+            assert holds(snapshot_async(live).result(TIMEOUT), value)
             memory.stats()
 
     threads = [in_thread(lambda value=value: work(value)) for value in (1.0, 2.0)]  # type: ignore[misc]
 
     def child() -> None:
-        live = _live(9)
+        live = filled(9)
         for home in (memory, default_memory()):
-            assert _is(snapshot(live, memory=home), 9)
-        assert _is(snapshot_async(live).result(TIMEOUT), 9)
-        load(live, _live(8))
+            assert holds(snapshot(live, memory=home), 9)
+        assert holds(snapshot_async(live).result(TIMEOUT), 9)
+        load(live, filled(8))
         memory.trim()
 
     for _ in range(15):
@@ -211,87 +198,6 @@ def a_fork_while_memory_is_being_prepared() -> None:
     assert memory.stats().free == 2 << 26
 
 
-def _keep_in_shared_memory() -> None:
-    _LEFT.append(snapshot(_live(1), memory=HostMemory(kind="shared")))
-
-
-_LEFT: Final[list[Any]] = []
-
-
-def processes_of_multiprocessing_end_with_snapshots() -> None:
-    """They leave without `atexit`, and leave no names."""
-    for _ in range(2):
-        _keep_in_shared_memory()
-        process = multiprocessing.get_context("fork").Process(target=_keep_in_shared_memory)
-        process.start()
-        process.join(TIMEOUT)
-        assert process.exitcode == 0
-        assert list(Path("/dev/shm").glob(f"mcore_snap-{process.pid}-*")) == []
-        assert _is(_LEFT[0], 1)
-
-
-# --- how the interpreter ends
-
-
-def it_ends_with_snapshots_in_shared_memory() -> None:
-    """Leased, idle, and of a memory that is gone."""
-    memory = HostMemory(kind="shared", keep=2)
-    _LEFT.extend([snapshot(_live(1), memory=memory), memory])
-    _keep_in_shared_memory()
-    memory.lease(99)
-
-
-def it_ends_with_snapshots_under_way() -> None:
-    """They are finished first: nothing is lost."""
-    live = _live(1)
-    memory = HostMemory()
-    copies = Held()
-    with copying_with(copies):
-        pending = [snapshot_async(live, memory=memory) for _ in range(2)]
-
-    def later() -> None:
-        time.sleep(0.2)
-        copies.let_go()
-
-    threading.Thread(target=later, daemon=True).start()
-
-    def check() -> None:
-        assert all(one.done() and _is(one.result(), 1) for one in pending)
-        sys.stdout.write("finished ")
-
-    atexit.register(check)
-
-
-def it_ends_with_failed_snapshots_that_nobody_asked_for() -> None:
-    """Silently: whoever wants to know asks for the result."""
-    for _ in range(2):
-        snapshot_async(_live(1), memory=HostMemory(limit=5))
-
-
-def it_ends_while_memory_is_being_prepared() -> None:
-    """And nothing is said."""
-    default_memory().prepare(1 << 28, 2)
-
-
-def it_ends_by_an_error() -> None:
-    """Which is all that is said; no names are left."""
-    _keep_in_shared_memory()
-    raise RuntimeError("as planned")
-
-
-def it_ends_while_daemon_threads_take_snapshots() -> None:
-    """They are stopped wherever they are."""
-    memory = HostMemory(kind="shared")
-
-    def work() -> None:
-        with contextlib.suppress(Exception):  # libraries fall apart under it
-            while True:
-                _LEFT[:] = [snapshot(_live(1), memory=memory)]
-
-    threading.Thread(target=work, daemon=True).start()
-    time.sleep(0.1)
-
-
 CASES: Final[tuple[Callable[[], None], ...]] = (
     a_child_that_drops_what_it_inherited,
     a_child_keeps_its_snapshots_in_shared_memory,
@@ -299,13 +205,7 @@ CASES: Final[tuple[Callable[[], None], ...]] = (
     a_fork_while_a_snapshot_is_under_way,
     forks_while_other_threads_lease,
     a_fork_while_memory_is_being_prepared,
-    processes_of_multiprocessing_end_with_snapshots,
-    it_ends_with_snapshots_in_shared_memory,
-    it_ends_with_snapshots_under_way,
-    it_ends_with_failed_snapshots_that_nobody_asked_for,
-    it_ends_while_memory_is_being_prepared,
-    it_ends_by_an_error,
-    it_ends_while_daemon_threads_take_snapshots,
+    *end_cases.CASES,
 )
 
 

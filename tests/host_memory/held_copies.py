@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 from unittest import mock
 
 from torch import Tensor
 
-from mcore_snap import streams
+from mcore_snap import PendingSnapshot, snapshot_async, streams
 from mcore_snap.streams import Copies, HostCopies
 
 TIMEOUT = 60
@@ -97,3 +98,20 @@ def finish(*threads: threading.Thread) -> None:
         thread.join(TIMEOUT)
     stuck = [thread.name for thread in threads if thread.is_alive()]
     assert not stuck, f"threads that wait for ever: {stuck}"
+
+
+def begin(tree: Any, copies: Copies, **options: Any) -> PendingSnapshot[Any]:
+    """Begin a snapshot in the background that is copied by this object."""
+    with copying_with(copies):
+        return snapshot_async(tree, **options)
+
+
+def ordered(copies: Held, action: Callable[[], object]) -> list[str]:
+    """Begin an action in a thread, let the copies go a little later, and say what came first."""
+    order: list[str] = []
+    thread = in_thread(lambda: (action(), order.append("done")))
+    thread.join(0.1)
+    order.append("let go")
+    copies.let_go()
+    finish(thread)
+    return order

@@ -1,16 +1,15 @@
-"""Snapshots in the background: the same bits, and nobody changes the model under them unnoticed."""
+"""Snapshots in the background: the same bits, what changed too early by name, and nothing is kept alive."""
 
 from __future__ import annotations
 
 import gc
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from held_copies import TIMEOUT, Failing, Held, copying_with, finish, held, in_thread
+from held_copies import TIMEOUT, Failing, begin, copying_with, finish, held, in_thread
 from hypothesis import given
 from torch import nn
 
@@ -18,7 +17,6 @@ from mcore_snap import (
     FrozenError,
     HostMemory,
     NotResident,
-    PendingSnapshot,
     StructureMismatch,
     fence,
     load,
@@ -27,7 +25,6 @@ from mcore_snap import (
     named_parameters,
     snapshot,
     snapshot_async,
-    swapped,
     verify,
 )
 from mcore_snap.testing.asserts import assert_bitwise_equal
@@ -35,23 +32,6 @@ from mcore_snap.testing.model_state import model_bytes, model_tensors
 from mcore_snap.testing.model_strategies import Models, model_trees
 from mcore_snap.testing.raw_bytes import flip, to_bytes
 from mcore_snap.testing.strategies import trees
-
-
-def _begin(tree: Any, copies: Held, **options: Any) -> PendingSnapshot[Any]:
-    with copying_with(copies):
-        return snapshot_async(tree, **options)
-
-
-def _ordered(copies: Held, action: Callable[[], object]) -> list[str]:
-    """Begin an action in a thread, let the copies go a little later, and say what came first."""
-    order: list[str] = []
-    thread = in_thread(lambda: (action(), order.append("done")))
-    thread.join(0.1)
-    order.append("let go")
-    copies.let_go()
-    finish(thread)
-    return order
-
 
 # --- what comes out
 
@@ -88,7 +68,7 @@ def test_done_wait_and_result() -> None:
     """Before and after; both may be asked again, and a timeout says so."""
     live = {"w": torch.arange(5)}
     with held() as copies:
-        pending = _begin(live, copies)
+        pending = begin(live, copies)
         assert copies.begun.wait(TIMEOUT)
         assert not pending.done()
         assert repr(pending) == "PendingSnapshot(under way)"
@@ -110,132 +90,12 @@ def test_it_returns_before_anything_was_copied() -> None:
     model = nn.Linear(3, 3)
     tree = model_tree(model)
     with held() as copies:
-        pending = _begin(tree, copies)
+        pending = begin(tree, copies)
         model(torch.ones(1, 3)).sum().backward()
         other = snapshot(tree)
         assert copies.calls == 0
         assert not pending.done()
     assert_bitwise_equal(pending.result(), other)
-
-
-# --- who waits
-
-
-def test_a_fence_waits() -> None:
-    """For copies of this model, whatever tree of it is asked; not for those of others."""
-    model, other = nn.Linear(3, 3), nn.Linear(3, 3)
-    with held() as copies:
-        pending = _begin(model_tree(model), copies)
-        fence(model_tree(other))
-        fence({"x": torch.ones(1), "step": 3})
-        fence([])
-        assert not pending.done()
-        assert _ordered(copies, lambda: fence([model.weight.view(-1)[3:]])) == ["let go", "done"]
-    fence(model_tree(model))
-    assert pending.done()
-
-
-def _load(tree: Any, kept: Any) -> None:
-    load(tree, kept)
-    assert_bitwise_equal(tree, kept)
-
-
-def _look_back(tree: Any, kept: Any) -> None:
-    with swapped(tree, kept):
-        assert_bitwise_equal(tree, kept)
-
-
-def _load_a_part(tree: Any, kept: Any) -> None:
-    load([_weights(tree)[1:]], [_weights(kept)[1:].clone()])
-    assert torch.equal(_weights(tree)[1:], _weights(kept)[1:])
-
-
-def _weights(tree: Any) -> torch.Tensor:
-    return named_leaves(tree)["chunks[0].parameters['weight']"]
-
-
-@pytest.mark.parametrize("write", [_load, _look_back, _load_a_part])
-def test_what_writes_to_the_model_waits_by_itself(write: Callable[[Any, Any], None]) -> None:
-    """Until the copy is made: the snapshot has the weights of before, not those that were loaded."""
-    model = nn.Linear(3, 3)
-    tree = model_tree(model)
-    before = snapshot(tree)
-    with torch.no_grad():
-        model.weight.fill_(7)
-        model.bias.fill_(7)
-    with held() as copies:
-        pending = _begin(tree, copies)
-        assert copies.begun.wait(TIMEOUT)
-        assert _ordered(copies, lambda: write(tree, before)) == ["let go", "done"]
-    assert all(bool((leaf == 7).all()) for leaf in named_leaves(pending.result()).values())
-
-
-def test_leaving_a_look_back_waits() -> None:
-    """For a snapshot that the body began."""
-    live = {"w": torch.ones(4)}
-    kept = snapshot({"w": torch.zeros(4)})
-    with held() as copies:
-        block = swapped(live, kept)
-        block.__enter__()
-        pending = _begin(live, copies)
-        assert copies.begun.wait(TIMEOUT)
-        assert _ordered(copies, lambda: block.__exit__(None, None, None)) == ["let go", "done"]
-    assert pending.result()["w"].tolist() == [0] * 4
-    assert live["w"].tolist() == [1] * 4
-
-
-def test_a_load_into_another_model_does_not_wait() -> None:
-    """Nor does one into what a copy is not reading."""
-    live, other = {"w": torch.ones(4)}, {"w": torch.ones(4)}
-    kept = snapshot({"w": torch.zeros(4)})
-    with held() as copies:
-        pending = _begin(live, copies)
-        load(other, kept)
-        assert not pending.done()
-    assert other["w"].tolist() == [0] * 4
-    assert pending.result()["w"].tolist() == [1] * 4
-
-
-def test_a_failed_copy_holds_nobody_up() -> None:
-    """A load after it goes on; the error is for whoever asks for the result."""
-    live = {"w": torch.ones(4)}
-    kept = snapshot({"w": torch.zeros(4)})
-    with copying_with(Failing(0, RuntimeError("the bus is on fire"))):
-        pending = snapshot_async(live)
-        assert pending.wait()
-    fence(live)
-    load(live, kept)
-    assert live["w"].tolist() == [0] * 4
-    with pytest.raises(RuntimeError, match="on fire"):
-        pending.result()
-
-
-def test_at_most_two_are_under_way() -> None:
-    """A third waits for one of them to end; all come out right, in their order."""
-    lives = [{"w": torch.full((3,), float(i))} for i in range(4)]
-    memory = HostMemory()
-    pending: list[PendingSnapshot[Any]] = []
-    with held() as copies:
-        pending += [_begin(live, copies, memory=memory) for live in lives[:2]]
-        assert copies.begun.wait(TIMEOUT)
-        assert len(memory.stats().leases) <= 2
-        with copying_with(copies):
-            order = _ordered(copies, lambda: pending.extend(snapshot_async(one, memory=memory) for one in lives[2:]))
-        assert order == ["let go", "done"]
-    assert [one.result()["w"].tolist() for one in pending] == [[float(i)] * 3 for i in range(4)]
-
-
-def test_places_are_given_back_after_failures() -> None:
-    """However many there were."""
-    live = {"w": torch.ones(4)}
-
-    def fail() -> None:
-        for _ in range(5):
-            snapshot_async(live).wait()
-
-    with copying_with(Failing(0, RuntimeError("the bus is on fire"))):
-        finish(in_thread(fail), in_thread(fail))
-    assert snapshot_async(live).result(TIMEOUT)["w"].tolist() == [1] * 4
 
 
 # --- what changed too early
@@ -246,7 +106,7 @@ def test_a_change_made_too_early_is_found_by_name() -> None:
     live = {"a": torch.ones(4), "b": [torch.ones(4), torch.zeros(4)], "c": torch.ones(2, dtype=torch.bfloat16)}
     memory = HostMemory()
     with held() as copies:
-        pending = _begin(live, copies, check=True, memory=memory)
+        pending = begin(live, copies, check=True, memory=memory)
         live["b"][0][2] = 5  # type: ignore[index]
         live["c"].neg_()  # type: ignore[union-attr]
     with pytest.raises(FrozenError, match="was changed while") as caught:
@@ -294,7 +154,7 @@ def test_the_model_may_be_dropped_meanwhile() -> None:
     expected = snapshot(model_tree(model))
     gone = [weakref.ref(param) for param in model.parameters()]
     with held() as copies:
-        pending = _begin(model_tree(model), copies)
+        pending = begin(model_tree(model), copies)
         assert copies.begun.wait(TIMEOUT)
         del model
         gc.collect()
@@ -343,7 +203,7 @@ def test_results_can_be_asked_for_by_several_threads() -> None:
     live = {"w": torch.rand(1000)}
     results: list[Any] = []
     with held() as copies:
-        pending = _begin(live, copies)
+        pending = begin(live, copies)
         threads = [in_thread(lambda: results.append(pending.result(TIMEOUT))) for _ in range(6)]
         assert threading.active_count() >= 6
     finish(*threads)

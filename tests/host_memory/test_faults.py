@@ -49,11 +49,11 @@ def test_an_allocation_that_fails(take: Callable[..., Any], monkeypatch: pytest.
     kept = snapshot(live, memory=memory)
     size = memory.stats().leased
 
-    def refuse(nbytes: int) -> mmap.mmap:
+    def refuse(nbytes: int, flags: int) -> mmap.mmap:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     with monkeypatch.context() as patch:
-        patch.setattr(slabs_module, "_map_private", refuse)
+        patch.setattr(slabs_module, "_map", refuse)
         with pytest.raises(OutOfHostMemory, match=f"no {size:,} bytes of pageable .*Cannot allocate") as caught:
             take(live, memory)
         assert caught.value.problems == (f"a snapshot of 5 leaves: {size:,} bytes",)

@@ -101,6 +101,7 @@ class Leases(RuleBasedStateMachine):
         }
 
     def _leased(self) -> int:
+        assert self.memory._leases, "what was just leased is held, and its memory counts as given back"
         lease = max(self.memory._leases)
         self.leases[lease] = self.memory.stats().leases[-1][1]
         return lease

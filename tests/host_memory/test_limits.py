@@ -189,6 +189,19 @@ def test_snapshots_obey_the_limit_and_name_each_other() -> None:
         assert memory.stats().leased == size
 
 
+def test_snapshots_are_told_apart_by_their_labels() -> None:
+    """Versions of one model all have the same size and number of leaves."""
+    live = {"w": torch.ones(100)}
+    memory = HostMemory(limit=1000)
+    kept = [
+        snapshot(live, memory=memory, label="version 1"),
+        snapshot_async(live, memory=memory, label="version 2").result(),
+    ]
+    with pytest.raises(OutOfHostMemory) as caught, swapped(live, kept[0], memory=memory):
+        pass
+    assert caught.value.problems == ("version 1 of 1 leaves: 400 bytes", "version 2 of 1 leaves: 400 bytes")
+
+
 def test_idle_memory_of_other_sizes_makes_room(allocated: list[int]) -> None:
     """Before a limit is told."""
     memory = HostMemory(limit=1000, keep=2)

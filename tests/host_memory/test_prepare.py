@@ -221,3 +221,10 @@ def test_no_thread_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _refuse(thread: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
+
+
+def test_what_is_prepared_counts_towards_the_peak() -> None:
+    """It is held, although nobody has leased it."""
+    memory = HostMemory()
+    memory.prepare(1000, 2).result()
+    assert memory.stats().peak == 2000

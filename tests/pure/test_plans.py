@@ -102,3 +102,13 @@ def test_slices_go_back_to_the_rank_that_they_are_of(live, kept, said) -> None:
     for line, part in zip(found, said, strict=True):
         assert part in line
         assert line.startswith(f"chunks[{len(live) - 1}]: ")
+
+
+def test_a_message_shows_fifty_problems_and_the_error_has_them_all():
+    """Also after it crossed a process."""
+    lines = [f"leaf {number}" for number in range(60)]
+    error = pickle.loads(pickle.dumps(StructureMismatch("no", lines)))
+    assert error.problems == tuple(lines)
+    further = "  and 10 more, all in the error's `problems`"
+    assert str(error).splitlines() == ["no", *(f"  - {line}" for line in lines[:50]), further]
+    assert "more" not in str(StructureMismatch("no", lines[:50]))
