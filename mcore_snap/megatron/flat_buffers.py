@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 from torch import Tensor, nn
 
 from mcore_snap.megatron.inner_tensors import inner_tensors
-from mcore_snap.words import has_storage
+from mcore_snap.words import whereabouts
 
 __all__ = ["FlatBuffer", "bucket_groups", "flat_buffers", "is_ddp"]
 
@@ -53,20 +53,20 @@ def flat_buffers(chunk: nn.Module) -> Iterator[FlatBuffer]:
             data: Any = buffer.param_data
             if data is None or getattr(buffer, "shared_buffer", None) is not None:
                 continue
-            storage = data.untyped_storage()._cdata
-            if storage in _storages(getattr(buffer, "grad_data", None)):
+            if _lies_in(getattr(buffer, "grad_data", None), data):
                 continue
-            if any(storage in _storages(parameter.data) for parameter in buffer.params):
+            if any(_lies_in(parameter, data) for parameter in buffer.params):
                 yield FlatBuffer(name, index, buffer, data)
 
 
-def _storages(tensor: Any) -> set[int]:
-    # The memory of a tensor, or of the tensors that it is made of.
+def _lies_in(tensor: Any, data: Tensor) -> bool:
+    # A tensor, or any of the tensors that it is made of.
     if not isinstance(tensor, Tensor):
-        return set()
+        return False
+    storage = data.untyped_storage()._cdata
     inner = inner_tensors(tensor)
     parts = [tensor] if inner is None else [part for _, part in inner.parts]
-    return {part.untyped_storage()._cdata for part in parts if has_storage(part)}
+    return any(where is not None and where[0] == storage for where in whereabouts(parts))
 
 
 def bucket_groups(chunk: nn.Module) -> Iterator[tuple[str, Any]]:

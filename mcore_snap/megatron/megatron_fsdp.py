@@ -179,9 +179,10 @@ class _GatherAgain:
 def _gathers(chunk: nn.Module) -> _Gathers | None:
     # From 0.14 on Megatron-Core's wrapper holds a MegatronFSDP; before, it is the sharded module itself.
     for prefix, module in (("module.", chunk), ("module.module.", getattr(chunk, "module", None))):
-        pipeline = getattr(module, "all_gather_pipeline", None)
-        buffer: Any = getattr(module, "param_and_grad_buffer", None)
-        if pipeline is not None and hasattr(buffer, "parameter_groups"):
+        # Asked at each use of a tree: a module that lacks an attribute is slow to say so.
+        pipeline = vars(module).get("all_gather_pipeline") if isinstance(module, nn.Module) else None
+        buffer: Any = getattr(module, "param_and_grad_buffer", None) if pipeline is not None else None
+        if hasattr(buffer, "parameter_groups"):
             return _Gathers(prefix, module, buffer.parameter_groups, buffer.param_to_name, pipeline)
     return None
 

@@ -35,6 +35,8 @@ def settle(chunks: Sequence[nn.Module], *, gather: bool = True) -> None:
     groups = [
         (f"chunks[{index}].{name}", group) for index, chunk in enumerate(chunks) for name, group in bucket_groups(chunk)
     ]
+    if not groups:
+        return
     overlapped = {id(group) for chunk in chunks if _overlaps(chunk) for _, group in bucket_groups(chunk)}
     due = [(name, group) for name, group in groups if gather and id(group) in overlapped and _is_due(group)]
     problems = [f"{name}: {problem}" for name, group in due if (problem := _why_not(group))]
