@@ -62,8 +62,8 @@ def capture(
         copies = copies or streams.copies_for(leaves)
         units = [unit for run in together for unit in _without_gaps(run, offsets, sizes)]
         pairs = [as_one([(targets[index], leaves[index]) for index in unit]) for unit in units]
-        alone = set(ordinary).difference(index for unit in units for index in unit)
-        pairs += [(targets[index], leaves[index]) for index in ordinary if index in alone]
+        joined = {index for unit in units for index in unit}
+        pairs += [(targets[index], leaves[index]) for index in ordinary if index not in joined]
         for index in sorted(set(range(len(leaves))).difference(ordinary)):
             if pair := _as_words(targets[index], plain(leaves[index])):
                 pairs.append(pair)
