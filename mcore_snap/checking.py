@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import nn
+
 from mcore_snap.errors import NotResident, StructureMismatch
 from mcore_snap.words import problem_with
 
-__all__ = ["check_leaves", "refuse"]
+__all__ = ["check_leaves", "refuse", "refuse_models"]
 
 Problem = tuple[str, str]
 """A kind, ``"absent"`` for memory that is not there or another, and a sentence about one leaf."""
@@ -35,6 +37,27 @@ def check_leaves(leaves: Sequence[object], names: Sequence[str], what: str) -> N
     if found:
         problems = [(kind, f"{names[index]}: {sentence}") for index, (kind, sentence) in found]
         refuse(f"{what}: some leaves cannot be used", problems)
+
+
+def refuse_models(leaves: Sequence[object], names: Sequence[str], message: str) -> None:
+    """Refuse modules where their trees belong: they are leaves to optree, and would be passed over without a word.
+
+    Args:
+        leaves: The leaves.
+        names: Their names; looked at only if something is wrong.
+        message: What the error begins with.
+
+    Raises:
+        StructureMismatch: Some leaf is a module.
+
+    >>> refuse_models([3], ["['step']"], "fence")
+    """
+    found = [
+        (problem[0], f"{names[index]}: {problem[1]}")
+        for index, leaf in enumerate(leaves)
+        if isinstance(leaf, nn.Module) and (problem := problem_with(leaf))
+    ]
+    refuse(message, found)
 
 
 def refuse(message: str, problems: Sequence[Problem]) -> None:

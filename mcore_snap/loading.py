@@ -8,9 +8,9 @@ from typing import Any, TypeAlias, TypeVar
 
 import optree
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from mcore_snap.checking import Problem, refuse
+from mcore_snap.checking import Problem, refuse, refuse_models
 from mcore_snap.copying import Write, overlap_problems, write
 from mcore_snap.errors import SnapError
 from mcore_snap.in_flight import wait_for_readers
@@ -82,7 +82,7 @@ def planned(tree: Any, snap: Any) -> Plan:
     """
     tree, snap = read_once(tree), read_once(snap)
     targets, spec = flatten(tree)
-    _refuse_models(targets, spec)
+    refuse_models(targets, Names(spec), "load writes to trees; nothing was written")
     sources, kept_spec = flatten(snap)
     # A handle in an ordinary container may have been re-pointed; the bytes it was made for have not.
     owned: list[Any] = [
@@ -113,13 +113,6 @@ def planned(tree: Any, snap: Any) -> Plan:
     problems += [("structure", line) for line in overlap_problems(writes)]
     refuse("the snapshot does not fit; nothing was written", problems)
     return Plan(tuple(writes), tuple(hand_over))
-
-
-def _refuse_models(targets: Sequence[Any], spec: optree.PyTreeSpec) -> None:
-    # A model is a leaf to optree, and pairing would tell of nothing but what it is not.
-    models = [(index, problem_with(leaf)) for index, leaf in enumerate(targets) if isinstance(leaf, nn.Module)]
-    names = Names(spec)
-    refuse("load writes to trees; nothing was written", [(why[0], f"{names[i]}: {why[1]}") for i, why in models if why])
 
 
 _Flat: TypeAlias = tuple[Sequence[Any], optree.PyTreeSpec]

@@ -10,10 +10,10 @@ from concurrent.futures import wait as wait_for
 from typing import Any, Final, Generic, TypeVar, final
 
 import optree
-from torch import Tensor, nn
+from torch import Tensor
 
 from mcore_snap import streams
-from mcore_snap.checking import check_leaves, refuse
+from mcore_snap.checking import check_leaves, refuse_models
 from mcore_snap.copying import capture
 from mcore_snap.digests import digests_of
 from mcore_snap.errors import FrozenError, SnapError
@@ -23,7 +23,6 @@ from mcore_snap.live_trees import look_once
 from mcore_snap.registration import Names, flatten
 from mcore_snap.slabs import letting_go
 from mcore_snap.snapshots import frozen_tree, leasing
-from mcore_snap.words import problem_with
 
 __all__ = ["PendingSnapshot", "fence", "snapshot_async"]
 
@@ -154,9 +153,7 @@ def fence(tree: Any) -> None:
     >>> fence({"a": []})
     """
     leaves, treespec = flatten(look_once(tree))
-    names = Names(treespec)
-    models = [(index, problem_with(leaf)) for index, leaf in enumerate(leaves) if isinstance(leaf, nn.Module)]
-    refuse("fence: nothing was waited for", [(why[0], f"{names[index]}: {why[1]}") for index, why in models if why])
+    refuse_models(leaves, Names(treespec), "fence: nothing was waited for")
     for leaf in leaves:
         if isinstance(leaf, PendingSnapshot):
             leaf.wait()

@@ -28,7 +28,7 @@ def accelerator_in_use() -> bool:
     >>> accelerator_in_use()
     False
     """
-    # Not `torch.accelerator.is_available`: up to torch 2.6 asking that is enough to spoil the device for children.
+    # Not `torch.accelerator.is_available`: asking that may initialise the driver, and spoil the device for children.
     kinds = ("cuda", "xpu", "mtia", torch._C._get_privateuse1_backend_name())
     return any(getattr(getattr(torch, kind, None), "is_initialized", bool)() for kind in kinds)
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from faked_devices import numbers, on
 
-from mcore_snap.streams import DeviceCopies, HostCopies, copies_for
+from mcore_snap.streams import Copies, DeviceCopies, HostCopies, copies_for
 from mcore_snap.testing.fake_accelerator import FakeAccelerator, fake_accelerator
 
 # Not imported by name: the tests' arguments would shadow the import.
@@ -55,6 +55,16 @@ def test_work_issued_before_is_seen(accelerator: FakeAccelerator) -> None:
     assert target.tolist() == numbers(110).tolist()
 
 
+def _copy_in_another_thread(copies: Copies, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy() -> None:
+        copies.copy([target], [source])
+        copies.wait()
+
+    thread = threading.Thread(target=copy)
+    thread.start()
+    thread.join()
+
+
 def test_another_thread_does_not_wait_for_work_that_was_issued_later() -> None:
     """The trainer queues its next step while the copy is made; that it does not change the weights is its promise."""
     with fake_accelerator() as accelerator:
@@ -64,14 +74,7 @@ def test_another_thread_does_not_wait_for_work_that_was_issued_later() -> None:
         copies = copies_for([source])
         later: list[int] = []
         accelerator.put(lambda: later.append(1))
-
-        def other() -> None:
-            copies.copy([target], [source])
-            copies.wait()
-
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
+        _copy_in_another_thread(copies, target, source)
         assert target.tolist() == numbers(10).tolist()
         assert later == []
 
@@ -83,14 +86,7 @@ def test_the_stream_that_was_current_counts_also_in_another_thread(accelerator: 
     accelerator.set_stream(accelerator.stream(accelerator.device()))
     accelerator.put(lambda: memory.add_(10))
     copies = copies_for([source])
-
-    def other() -> None:
-        copies.copy([target], [source])
-        copies.wait()
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    thread.join()
+    _copy_in_another_thread(copies, target, source)
     assert target.tolist() == numbers(10).tolist()
 
 
