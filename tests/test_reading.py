@@ -255,3 +255,31 @@ def test_what_is_remembered_holds_no_memory():
     assert gone() is None
     with pytest.raises(mcore_snap.NotResident):
         mcore_snap.load(tree, kept)
+
+
+def test_a_parameter_under_two_names_is_told_once():
+    """By its first name, as `named_parameters` does it; it is one parameter, whether a flat buffer holds it or not."""
+    for wrap in (DDPLike, lambda net: net):
+        net = Net()
+        net.c.weight = net.a.weight
+        chunk = wrap(net)
+        shown = [name for name, _ in chunk.named_parameters()]
+        assert [placement.name for placement in model_tree(chunk).chunks[0].layout.placements] == shown
+        assert list(mcore_snap.named_parameters(model_tree(chunk).chunks[0])) == shown
+
+
+@pytest.mark.parametrize("hides", [False, True])
+def test_parameters_of_experts_are_told_apart(hides):
+    """They have replicas of their own, which `agree` compares among themselves; wrapped or not."""
+
+    class Wrapper(Net):
+        """Shows its parameters itself."""
+
+        def named_parameters(self, *args, **kwargs):
+            """As they are."""
+            yield from super().named_parameters(*args, **kwargs)
+
+    net = Wrapper() if hides else Net()
+    net.b.weight.allreduce = False
+    experts = {placement.name: placement.expert for placement in model_tree(net).chunks[0].layout.placements}
+    assert experts == {"a.weight": False, "b.weight": True, "c.weight": False}
